@@ -1,0 +1,53 @@
+"""The one narrow interface between the scheduler's world (sequences, pages) and a device.
+
+An executor owns the KV pool and the weights. It is driven by one thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One sequence's share of a step: `token_ids` to run after `past_length` tokens already in pages.
+
+    `page_ids` are the sequence's pages in order, enough for `past_length + len(token_ids)` tokens;
+    token t of the sequence lives in page_ids[t // page_size] at slot t % page_size.
+    `num_logits` last tokens of the row have their logits returned (0 for a prompt chunk that is not the last).
+    """
+
+    token_ids: Sequence[int]
+    past_length: int
+    page_ids: Sequence[int]
+    num_logits: int = 1
+
+
+class Executor(Protocol):
+    """Runs rows of any mix of prompt chunks and single decode tokens in one step."""
+
+    num_pages: int
+    page_size: int
+    vocab_size: int
+
+    def execute(self, rows: Sequence[Row]) -> NDArray[np.float32]:
+        """Run every row, write its keys and values into its pages.
+
+        Returns logits [sum(row.num_logits), vocab_size], rows in order. The array may be reused by the next
+        call. The result of a row never depends on the other rows (near-ties of summation order aside).
+        Raises EngineError when the device fails; the pool's contents are then undefined.
+        """
+        ...
+
+    def copy_page(self, source: int, target: int) -> None:
+        """Copy one page of every layer (copy on write)."""
+        ...
+
+    def close(self) -> None:
+        """Free the weights and the pool; no call may follow."""
+        ...
