@@ -90,10 +90,12 @@ class Int4Weights:
 
 @dataclass(frozen=True, eq=False)
 class Int8Weights:
-    """A linear layer with symmetric INT8 weights, one scale a row: `y = x @ (values * scales[:, None]).T + bias`."""
+    """A linear layer (or an embedding table) with symmetric INT8 weights in blocks along its input; as Int4Weights otherwise."""
 
     values: np.ndarray  # int8 [out, in], each in -127..127
-    scales: np.ndarray  # float32 [out]
+    scales: np.ndarray  # float32 [out, in / block_size]
+    block_size: int
+    pre_quant_scale: np.ndarray | None = None  # float32 [in]
     bias: np.ndarray | None = None  # float32 [out]
 
 

@@ -1,0 +1,47 @@
+"""The graph's inputs and outputs, in one table (docs/architecture.md says what each means).
+
+T tokens of all rows on one axis, B rows, P pages a row, L rows of logits, M tokens of the longest row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from build_engines.graph.ops import GraphBuilder
+
+INT32, INT64, FLOAT = ir.DataType.INT32, ir.DataType.INT64, ir.DataType.FLOAT
+
+COMMON_INPUTS: tuple[tuple[str, ir.DataType, tuple[int | str, ...]], ...] = (
+    ("input_ids", INT64, ("T",)),
+    ("position_ids", INT64, ("T",)),
+    ("past_lengths", INT32, ("B",)),
+    ("page_table", INT32, ("B", "P")),
+    ("logit_positions", INT64, ("L",)),
+)
+FUSED_INPUTS = (("row_starts", INT32, ("B_plus_1",)),)
+STANDARD_INPUTS = (("row_tokens", INT64, ("B", "M")), ("token_slots", INT64, ("T",)))
+
+
+@dataclass(frozen=True)
+class GraphInputs:
+    """Input values by name, and the pool of each layer."""
+
+    named: dict[str, ir.Value]
+    key_pages: list[ir.Value]
+    value_pages: list[ir.Value]
+
+    def __getitem__(self, name: str) -> ir.Value:
+        return self.named[name]
+
+
+def declare_inputs(b: GraphBuilder, *, fused: bool, num_layers: int, page_shape: tuple[int | str, ...]) -> GraphInputs:
+    """`page_shape` is (pages, page_size, kv_heads, head_dim)."""
+    table = COMMON_INPUTS + (FUSED_INPUTS if fused else STANDARD_INPUTS)
+    named = {name: b.input(name, dtype, shape) for name, dtype, shape in table}
+    pages = [
+        (b.input(f"key_pages.{i}", FLOAT, page_shape), b.input(f"value_pages.{i}", FLOAT, page_shape))
+        for i in range(num_layers)
+    ]
+    return GraphInputs(named, [key for key, _ in pages], [value for _, value in pages])
