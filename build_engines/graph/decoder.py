@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from build_engines.checkpoint.types import Checkpoint, DecoderConfig, Int8Weights, LinearWeights, tensor_shapes
+from build_engines.checkpoint.types import Checkpoint, Int8Weights, LinearWeights, tensor_shapes
 from build_engines.graph.attention import Attention, FusedAttention, StandardAttention
 from build_engines.graph.io import FLOAT, GraphInputs, declare_inputs
 from build_engines.graph.layers import Rotary, gated_mlp, head_norm, make_rotary, rms_norm

@@ -20,8 +20,6 @@ from build_engines.graph.ops import GraphBuilder
 
 
 class Linear(Protocol):
-    out_features: int
-
     def tensors(self) -> dict[str, ir.TensorProtocol]:
         """The weights to store, by the name that the graph refers to."""
         ...
@@ -35,10 +33,6 @@ class FloatLinear:
 
     name: str
     weights: FloatWeights
-
-    @property
-    def out_features(self) -> int:
-        return self.weights.weight.shape[0]
 
     def tensors(self) -> dict[str, ir.TensorProtocol]:
         return _named(self.name, weight=self.weights.weight, bias=self.weights.bias)
@@ -55,10 +49,6 @@ class BlockQuantizedLinear:
 
     name: str
     weights: Int4Weights | Int8Weights
-
-    @property
-    def out_features(self) -> int:
-        return self.weights.values.shape[0]
 
     def tensors(self) -> dict[str, ir.TensorProtocol]:
         dtype = ml_dtypes.int4 if isinstance(self.weights, Int4Weights) else np.int8
@@ -81,10 +71,6 @@ class SideBySide:
     """Several linears of one input whose outputs stand beside each other, when their weights cannot be one matrix."""
 
     linears: tuple[Linear, ...]
-
-    @property
-    def out_features(self) -> int:
-        return sum(linear.out_features for linear in self.linears)
 
     def tensors(self) -> dict[str, ir.TensorProtocol]:
         return {name: tensor for linear in self.linears for name, tensor in linear.tensors().items()}

@@ -1,0 +1,134 @@
+"""Runs an engine with ONNX Runtime on the CPU.
+
+The KV pool is one array [layers, 2, pages, page_size, kv_heads, head_dim]; each layer's keys and values are bound once to
+the session as views of it, so a step moves no cache. The graph returns the new keys and values of all layers in one
+tensor, written into the pool by one indexed assignment.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import onnxruntime as ort
+from numpy.typing import NDArray
+
+from llm_runtime.batch import Batch, make_batch
+from llm_runtime.errors import EngineError
+from llm_runtime.executors.base import Row
+from llm_runtime.manifest import EngineManifest
+from llm_runtime.native import build as native
+
+log = logging.getLogger(__name__)
+FLOAT = np.dtype(np.float32)
+
+
+@dataclass(frozen=True)
+class OrtOptions:
+    """`matmul_accuracy` 4 multiplies INT4 weights with activations rounded to int8 in blocks (fast); 1 keeps float32."""
+
+    num_threads: int = 0  # 0: one a core
+    matmul_accuracy: int = 4
+    attention: str = "auto"  # "fused", "standard", or "auto": fused when its kernel can be compiled
+    allow_spinning: bool = False
+
+
+class OrtExecutor:
+    """See executors.base.Executor."""
+
+    def __init__(self, folder: Path, manifest: EngineManifest, num_pages: int, options: OrtOptions) -> None:
+        model = manifest.model
+        self.num_pages = num_pages
+        self.page_size = manifest.limits.page_size
+        self.vocab_size = model.vocab_size
+        session_options = _session_options(options)
+        self.attention = _choose_attention(options.attention, session_options)
+        path = folder / manifest.graphs[self.attention]  # type: ignore[index]
+        try:
+            self._session = ort.InferenceSession(path, session_options, providers=["CPUExecutionProvider"])
+        except Exception as error:  # onnxruntime raises many unrelated classes
+            raise EngineError(f"{path} could not be loaded by ONNX Runtime {ort.__version__}: {error}") from error
+        self._kv_shape = (model.num_kv_heads, model.head_dim)
+        self._num_layers = model.num_layers
+        self._pool = np.zeros((model.num_layers, 2, num_pages, self.page_size, *self._kv_shape), FLOAT)
+        self._binding = self._session.io_binding()
+        for layer in range(model.num_layers):
+            for index, name in enumerate(("key_pages", "value_pages")):
+                pages = ort.OrtValue.ortvalue_from_numpy(self._pool[layer, index])
+                self._binding.bind_ortvalue_input(f"{name}.{layer}", pages)
+        self._logits = np.empty(0, FLOAT)
+        self._new = np.empty(0, FLOAT)
+
+    def execute(self, rows: Sequence[Row]) -> NDArray[np.float32]:
+        if self.attention == "fused":
+            return self._run(make_batch(rows, self.page_size, rectangular=False))
+        return self._execute_in_groups(rows)
+
+    def copy_page(self, source: int, target: int) -> None:
+        self._pool[:, :, target] = self._pool[:, :, source]
+
+    def close(self) -> None:
+        del self._binding, self._session, self._pool
+
+    def _execute_in_groups(self, rows: Sequence[Row]) -> NDArray[np.float32]:
+        """Standard attention pads rows to the longest, so rows of one token run together and longer ones alone."""
+        single = [i for i, row in enumerate(rows) if len(row.token_ids) == 1]
+        groups = [[i] for i, row in enumerate(rows) if len(row.token_ids) > 1] + ([single] if single else [])
+        parts: dict[int, NDArray[np.float32]] = {}
+        for group in groups:
+            logits = self._run(make_batch([rows[i] for i in group], self.page_size, rectangular=True)).copy()
+            ends = np.cumsum([rows[i].num_logits for i in group])
+            parts |= dict(zip(group, np.split(logits, ends[:-1]), strict=True))
+        return np.concatenate([parts[i] for i in range(len(rows))])
+
+    def _run(self, batch: Batch) -> NDArray[np.float32]:
+        """Logits [num_logits, vocab] in a buffer that the next call reuses."""
+        logits_shape = (batch.num_logits, self.vocab_size)
+        new_shape = (self._num_layers, 2, batch.num_tokens, *self._kv_shape)
+        self._logits = _grown(self._logits, logits_shape)
+        self._new = _grown(self._new, new_shape)
+        logits, new = _view(self._logits, logits_shape), _view(self._new, new_shape)
+        try:
+            for name, array in batch.inputs.items():
+                self._binding.bind_cpu_input(name, array)
+            self._binding.bind_output("logits", "cpu", 0, FLOAT, logits_shape, self._logits.ctypes.data)
+            self._binding.bind_output("new_keys_values", "cpu", 0, FLOAT, new_shape, self._new.ctypes.data)
+            self._session.run_with_iobinding(self._binding)
+        except Exception as error:  # onnxruntime raises many unrelated classes
+            raise EngineError(f"ONNX Runtime failed on {batch.num_tokens} tokens: {error}") from error
+        self._pool[:, :, batch.pages, batch.slots] = new
+        return logits
+
+
+def _session_options(options: OrtOptions) -> ort.SessionOptions:
+    session_options = ort.SessionOptions()
+    session_options.intra_op_num_threads = options.num_threads
+    session_options.log_severity_level = 3
+    session_options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", str(options.matmul_accuracy))
+    session_options.add_session_config_entry("session.intra_op.allow_spinning", str(int(options.allow_spinning)))
+    return session_options
+
+
+def _choose_attention(wanted: str, session_options: ort.SessionOptions) -> str:
+    if wanted == "standard":
+        return "standard"
+    try:
+        session_options.register_custom_ops_library(str(native.library_path()))
+    except native.NativeBuildError as error:
+        if wanted == "fused":
+            raise EngineError(str(error)) from error
+        log.warning("attention runs on standard operators, several times slower with long contexts: %s", error)
+        return "standard"
+    return "fused"
+
+
+def _grown(buffer: NDArray[np.float32], shape: tuple[int, ...]) -> NDArray[np.float32]:
+    size = int(np.prod(shape))
+    return buffer if buffer.size >= size else np.empty(max(size, 2 * buffer.size), FLOAT)
+
+
+def _view(buffer: NDArray[np.float32], shape: tuple[int, ...]) -> NDArray[np.float32]:
+    return buffer[: int(np.prod(shape))].reshape(shape)

@@ -1,0 +1,133 @@
+"""engine.json: what the builder fixed. This module is its only reader and its only writer.
+
+A wrong or missing field is an EngineError that names it; nothing is guessed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from llm_runtime.errors import EngineError
+
+MANIFEST_NAME = "engine.json"
+SCHEMA_VERSION = 1
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ModelFacts(_Strict):
+    """Dimensions of the decoder."""
+
+    family: str
+    vocab_size: int = Field(gt=0)
+    hidden_size: int = Field(gt=0)
+    intermediate_size: int = Field(gt=0)
+    num_layers: int = Field(gt=0)
+    num_heads: int = Field(gt=0)
+    num_kv_heads: int = Field(gt=0)
+    head_dim: int = Field(gt=0)
+    layer_windows: tuple[int, ...]  # per layer; 0: full attention
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+
+
+class Precision(_Strict):
+    """How numbers are stored; `weights` is of the decoder's linear layers."""
+
+    weights: Literal["fp32", "int4"]
+    algorithm: str | None = None  # how the weights were quantized: "awq", "rtn"; None where they were not
+    block_size: int | None = None
+    activations: Literal["fp32"] = "fp32"
+    kv_cache: Literal["fp32"] = "fp32"
+    lm_head: Literal["fp32", "int8", "int4"]
+    embedding: Literal["fp32", "int8"]
+
+
+class Limits(_Strict):
+    """What the engine was built for; config.pbtxt may ask for less, never for more."""
+
+    max_context: int = Field(gt=0)  # tokens, prompt and output together
+    page_size: int = Field(gt=0)  # tokens
+
+
+class Source(_Strict):
+    model: str
+    revision: str | None = None
+    format: str
+    quantization: str | None = None
+
+
+class Quality(_Strict):
+    """Measured on held-out text; absent until it was."""
+
+    text: str
+    num_tokens: int
+    perplexity: float
+    reference_perplexity: float | None = None
+
+
+class EngineManifest(_Strict):
+    schema_version: Literal[1]
+    name: str
+    runtime: Literal["onnxruntime"]
+    model: ModelFacts
+    precision: Precision
+    limits: Limits
+    graphs: dict[Literal["standard", "fused"], str]  # file names
+    files: dict[str, str]  # every file of the engine: name -> sha256
+    source: Source
+    builder: dict[str, str]  # package -> version
+    quality: Quality | None = None
+
+
+def sha256_file(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _digest(file.read)
+
+
+def _digest(read: Callable[[int], bytes]) -> str:
+    """Python 3.10 has no hashlib.file_digest."""
+    digest = hashlib.sha256()
+    while block := read(1 << 20):
+        digest.update(block)
+    return digest.hexdigest()
+
+
+def write_manifest(folder: Path, manifest: EngineManifest) -> None:
+    """Written last and by rename, so that a folder with an engine.json is a finished engine."""
+    temporary = folder / f".{MANIFEST_NAME}.tmp"
+    temporary.write_text(manifest.model_dump_json(indent=2) + "\n")
+    temporary.rename(folder / MANIFEST_NAME)
+
+
+def read_manifest(folder: Path) -> EngineManifest:
+    """Raises EngineError when the file is missing, or a field in it is wrong (the first one is named)."""
+    path = folder / MANIFEST_NAME
+    if not path.is_file():
+        raise EngineError(
+            f"{folder} is not an engine directory: it has no {MANIFEST_NAME}; build one with `python -m build_engines build`"
+        )
+    try:
+        return EngineManifest.model_validate_json(path.read_text())
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"]) or "the file"
+        more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
+        raise EngineError(f"{path}: {field}: {first['msg']}{more}") from None
+
+
+def check_files(folder: Path, manifest: EngineManifest, names: Iterable[str] | None = None) -> None:
+    """Compare the files' checksums with the manifest's. Raises EngineError that names the first that differs."""
+    for name in manifest.files if names is None else names:
+        path = folder / name
+        if not path.is_file():
+            raise EngineError(f"{folder}: {name} is missing; build the engine again")
+        if sha256_file(path) != manifest.files[name]:
+            raise EngineError(f"{path} is damaged: its sha256 is not the one in {MANIFEST_NAME}; build the engine again")
