@@ -29,7 +29,7 @@ class Rope:
 class DecoderConfig:
     """Everything about a decoder that is not a weight.
 
-    A layer is: `x += post(attention(norm(x)))`, `x += post(mlp(norm(x)))`, where `post` is a norm if `post_norms`, else nothing.
+    A layer is `x += post(attention(norm(x)))` and `x += post(mlp(norm(x)))`; `post` is a norm if `post_norms`, else nothing.
     """
 
     family: str  # one of FAMILIES
