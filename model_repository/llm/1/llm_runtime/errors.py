@@ -5,10 +5,6 @@ class RequestError(ValueError):
     """A request asks for something that cannot be served; one line naming field, value and what is allowed."""
 
 
-class QueueTimeout(Exception):
-    """A request waited past its own timeout before any of it ran."""
-
-
 class EngineError(RuntimeError):
     """An engine directory, or the device that runs it, is unusable; the message says where and what to do."""
 

@@ -50,7 +50,7 @@ class GenerationRequest:
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
     cache_salt: str = ""  # equal salts share cached prefixes, different ones never do
-    queue_deadline: float | None = None  # refused if still waiting then (QueueTimeout)
+    queue_deadline: float | None = None  # refused if still waiting then
     deadline: float | None = None  # ended with what it has then (FinishReason.TIMEOUT)
 
 

@@ -1,0 +1,112 @@
+"""Triton's tensors to plain values, and outputs back to Triton's responses. What each name means: fields.py, config.pbtxt."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+from numpy.typing import NDArray
+
+from llm_runtime.errors import RequestError
+from llm_runtime.request import ReplyOptions
+from llm_runtime.types import FinishReason, SequenceOutput
+
+LISTS = {"input_ids", "stop_words", "bad_words", "embedding_bias_words", "embedding_bias_weights"}
+
+
+def read_tensors(request: Any) -> list[dict[str, Any]]:
+    """One mapping of Python values for each row of the request's batch.
+
+    Raises RequestError for text that is not UTF-8 or a shape other than [rows, 1] ([rows, n] for lists).
+    """
+    arrays = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+    num_rows = next((len(arrays[name]) for name in ("text_input", "input_ids") if name in arrays), 1)
+    if num_rows == 0:
+        raise RequestError("text_input: got shape [0]; allowed: [n, 1], one prompt a row")
+    rows: list[dict[str, Any]] = [{} for _ in range(num_rows)]
+    for name, array in arrays.items():
+        wanted = f"[{num_rows}, n]" if name in LISTS else f"[{num_rows}, 1]"
+        if array.ndim != 2 or len(array) != num_rows or (name not in LISTS and array.shape[1] != 1):
+            raise RequestError(f"{name}: got shape {list(array.shape)}; allowed: {wanted}")
+        for row, values in zip(rows, array.tolist(), strict=True):
+            decoded = [_text(name, value) if isinstance(value, bytes) else value for value in values]
+            row[name] = decoded if name in LISTS else decoded[0]
+    return rows
+
+
+def read_parameters(request: Any) -> dict[str, Any]:
+    """The request's own parameters (JSON values by name)."""
+    return json.loads(request.parameters() or "{}")
+
+
+def _text(name: str, raw: bytes) -> str:
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        raise RequestError(f"{name}: got bytes {raw[:20]!r}; allowed: UTF-8 text") from None
+
+
+def make_response(output: SequenceOutput, reply: ReplyOptions, cumulative_logprob: float) -> Any:
+    """The response for one output, or for several of one stream merged into one.
+
+    `num_output_tokens` counts this response's tokens; the prompt's counts and the reason come with the last response, and
+    with every one where the client asks for them.
+    """
+    last = output.finish_reason is not None
+    tensors = {
+        "text_output": _strings(output.text),
+        "num_output_tokens": np.array([len(output.token_ids)], np.int32),
+    }
+    if last or reply.num_input_tokens:
+        tensors["num_input_tokens"] = np.array([output.num_prompt_tokens], np.int32)
+    if last:
+        tensors["num_cached_tokens"] = np.array([output.num_cached_tokens], np.int32)
+    if last or reply.finish_reason:
+        tensors["finish_reason"] = _strings(output.finish_reason.value if output.finish_reason else "")
+    if reply.batch_index or last:
+        tensors["batch_index"] = np.array([reply.batch_index], np.int32)
+        tensors["sequence_index"] = np.zeros(1, np.int32)
+    if reply.output_ids:
+        tensors["output_ids"] = np.array(output.token_ids, np.int32)
+    tensors |= _logprob_tensors(output, reply, cumulative_logprob)
+    return pb_utils.InferenceResponse([pb_utils.Tensor(name, array) for name, array in tensors.items()])
+
+
+def _logprob_tensors(output: SequenceOutput, reply: ReplyOptions, cumulative_logprob: float) -> Mapping[str, NDArray]:
+    tensors: dict[str, NDArray] = {}
+    if reply.log_probs:
+        tensors["cum_log_probs"] = np.array([cumulative_logprob], np.float32)
+        tensors["output_log_probs"] = np.array([[entry.logprob for entry in output.logprobs]], np.float32)
+    if reply.cumulative_logprob:
+        tensors["cumulative_logprob"] = np.array([cumulative_logprob], np.float32)
+    if reply.logprobs_json:
+        entries = [{str(token): value for token, value in ((e.token_id, e.logprob), *e.top)} for e in output.logprobs]
+        tensors["logprobs"] = _strings(json.dumps(entries))
+    return tensors
+
+
+def _strings(text: str) -> NDArray[np.object_]:
+    return np.array([text.encode()], np.object_)
+
+
+def refusal(message: str) -> Any:
+    """The response to a request that asks for something that cannot be served (HTTP 400)."""
+    return _error(message, pb_utils.TritonError.INVALID_ARG)
+
+
+def failure(output: SequenceOutput) -> Any:
+    """The response to a request that ended without a result, or None where it has one."""
+    if output.finish_reason is FinishReason.CANCELLED:
+        return _error("the request was cancelled", pb_utils.TritonError.CANCELLED)
+    if output.queue_timed_out:
+        return _error("the request's timeout passed while it waited to start", pb_utils.TritonError.UNAVAILABLE)
+    if output.finish_reason is FinishReason.ERROR:
+        return _error(output.error or "unknown error", pb_utils.TritonError.INTERNAL)
+    return None
+
+
+def _error(message: str, code: Any) -> Any:
+    return pb_utils.InferenceResponse(error=pb_utils.TritonError(message, code))

@@ -1,0 +1,134 @@
+"""Puts the parts together for one model instance: engine, worker, sender, metrics."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from llm_runtime.config import Parameters, read_parameters, resolve_engine_dir, size_cache
+from llm_runtime.engine import Engine, EngineConfig
+from llm_runtime.errors import RequestError
+from llm_runtime.executors.ort import OrtExecutor, OrtOptions
+from llm_runtime.manifest import EngineManifest, check_files, read_manifest
+from llm_runtime.request import Limits, ParsedRequest, RequestParser
+from llm_runtime.triton import codec
+from llm_runtime.triton.metrics import EngineMetrics
+from llm_runtime.triton.streams import RequestReplies, Stream, StreamSender
+from llm_runtime.worker import Worker
+
+log = logging.getLogger(__name__)
+
+
+class Service:
+    """One instance of the model, from load to unload.
+
+    Raises ConfigError or EngineError when it cannot be loaded: one line that says what, where and what to do.
+    """
+
+    def __init__(self, parameters: Mapping[str, Any], model_folder: Path, model_name: str, version: str) -> None:
+        self._parameters = read_parameters(parameters)
+        folder = resolve_engine_dir(self._parameters, model_folder)
+        manifest = read_manifest(folder)
+        check_files(folder, manifest)
+        num_pages, max_context = size_cache(self._parameters, manifest)
+        self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        executor = OrtExecutor(folder, manifest, num_pages, _ort_options(self._parameters))
+        self._parser = RequestParser(self._tokenizer, _limits(self._parameters, manifest, max_context))
+        self._engine = Engine(executor, self._tokenizer, _engine_config(self._parameters, manifest, max_context))
+        self._metrics = EngineMetrics(model_name, version)
+        self._worker = Worker(self._engine, self._on_outputs, self._on_failure)
+        self._sender = StreamSender(on_left=self._worker.cancel, on_tick=lambda: self._metrics.update(self._engine.stats))
+        self._ids = itertools.count()
+        self.is_healthy = True
+        log.info(
+            "%s: %d sequences, %d pages of %d tokens, context %d, %s attention",
+            manifest.name,
+            self._parameters.max_sequences,
+            num_pages,
+            manifest.limits.page_size,
+            max_context,
+            executor.attention,
+        )
+        self._sender.start()
+        self._worker.start()
+
+    def accept(self, requests: Sequence[Any]) -> None:
+        """Take over Triton's requests: those that cannot be served are answered here, the others are submitted."""
+        now = time.monotonic()
+        accepted: list[ParsedRequest] = []
+        for request in requests:
+            sender = request.get_response_sender()
+            try:
+                rows = self._parse(request, now)
+            except RequestError as error:
+                RequestReplies(sender, 1).send(codec.refusal(str(error)), ends_row=True)
+                continue
+            replies = RequestReplies(sender, len(rows))
+            for parsed in rows:
+                self._sender.open(parsed.generation.request_id, Stream(replies, parsed.reply))
+            accepted += rows
+        self._worker.submit([parsed.generation for parsed in accepted])
+
+    def wait_for_room(self) -> None:
+        self._worker.wait_for_room()
+
+    def close(self) -> None:
+        """End what still runs with an error, send everything, free the engine."""
+        self.is_healthy = False
+        self._worker.stop()
+        self._sender.stop()
+        self._engine.executor.close()
+
+    def _parse(self, request: Any, now: float) -> list[ParsedRequest]:
+        parameters = codec.read_parameters(request)
+        rows = codec.read_tensors(request)
+        timeout_us = request.timeout()
+        parsed = [
+            self._parser.parse(f"{next(self._ids)}", index, row, parameters, timeout_us, now) for index, row in enumerate(rows)
+        ]
+        if len(parsed) > 1 and any(row.reply.stream != parsed[0].reply.stream for row in parsed):
+            raise RequestError("stream: differs between the rows of one request; give all the same")
+        return parsed
+
+    def _on_outputs(self, outputs: list) -> None:
+        self._sender.put(outputs)
+
+    def _on_failure(self, message: str) -> None:
+        """A device that failed is not to be trusted again: answer everybody, then let Triton start a new process."""
+        self.is_healthy = False
+        self._sender.stop()
+        log.critical("%s; this process ends, and Triton starts a new one with the next request", message)
+        os._exit(1)
+
+
+def _ort_options(parameters: Parameters) -> OrtOptions:
+    accuracy = {"int8": 4, "fp32": 1}[parameters.matmul_accuracy]
+    return OrtOptions(num_threads=parameters.num_threads, matmul_accuracy=accuracy, attention=parameters.attention)
+
+
+def _limits(parameters: Parameters, manifest: EngineManifest, max_context: int) -> Limits:
+    return Limits(
+        max_context=max_context,
+        default_max_tokens=parameters.default_max_tokens,
+        max_deadline_ms=parameters.max_deadline_ms,
+        vocab_size=manifest.model.vocab_size,
+        bos_token_id=manifest.model.bos_token_id,
+    )
+
+
+def _engine_config(parameters: Parameters, manifest: EngineManifest, max_context: int) -> EngineConfig:
+    return EngineConfig(
+        max_sequences=parameters.max_sequences,
+        max_step_tokens=parameters.max_step_tokens,
+        prefill_chunk_tokens=parameters.prefill_chunk_tokens,
+        max_context=max_context,
+        end_ids=manifest.model.eos_token_ids,
+        prefix_caching=parameters.prefix_caching,
+    )
