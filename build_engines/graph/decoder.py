@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from build_engines.checkpoint.types import Checkpoint, Int8Weights, LinearWeights, tensor_shapes
+from build_engines.checkpoint.types import Checkpoint, FloatWeights, Int8Weights, LinearWeights, tensor_shapes
 from build_engines.graph.attention import Attention, FusedAttention, StandardAttention
 from build_engines.graph.io import FLOAT, GraphInputs, declare_inputs
 from build_engines.graph.layers import Rotary, gated_mlp, head_norm, make_rotary, rms_norm
@@ -34,7 +34,9 @@ class Decoder:
     def __init__(self, checkpoint: Checkpoint, head: LinearWeights, embedding: Int8Weights | np.ndarray) -> None:
         self.config = checkpoint.config
         self.layers = [_load_layer(checkpoint, index) for index in range(self.config.num_layers)]
-        self.head = make_linear("lm_head", head)
+        # A float head that is the embedding table is stored once; quantized, the two want different layouts.
+        shared = self.config.tie_embeddings and isinstance(head, FloatWeights) and not isinstance(embedding, Int8Weights)
+        self.head = make_linear(EMBEDDING if shared else "lm_head", head)
         self._embedding_block = embedding.block_size if isinstance(embedding, Int8Weights) else 0
         self._tensors = _embedding_tensors(embedding) | _norm_tensors(checkpoint)
 
@@ -106,7 +108,7 @@ class Decoder:
         hidden = b.op("Add", hidden, attended)
         mlp_norm = "pre_feedforward_layernorm" if config.post_norms else "post_attention_layernorm"
         normed = rms_norm(b, hidden, f"{layer.prefix}.{mlp_norm}.weight", eps)
-        mlp = gated_mlp(b, normed, layer.gate_up, layer.down, config.activation)
+        mlp = gated_mlp(b, normed, layer.gate_up, layer.down, config)
         if config.post_norms:
             mlp = rms_norm(b, mlp, f"{layer.prefix}.post_feedforward_layernorm.weight", eps)
         return b.op("Add", hidden, mlp), key, value

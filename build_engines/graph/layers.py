@@ -53,10 +53,11 @@ def silu(b: GraphBuilder, x: ir.Value) -> ir.Value:
 ACTIVATIONS = {"silu": silu, "gelu_tanh": gelu_tanh}
 
 
-def gated_mlp(b: GraphBuilder, x: ir.Value, gate_up: Linear, down: Linear, activation: str) -> ir.Value:
+def gated_mlp(b: GraphBuilder, x: ir.Value, gate_up: Linear, down: Linear, config: DecoderConfig) -> ir.Value:
     """down(act(gate(x)) * up(x)) (arXiv 2002.05202)."""
-    gate, up = b.ops("Split", gate_up(b, x), num_outputs=2, axis=-1)
-    return down(b, b.op("Mul", ACTIVATIONS[activation](b, gate), up))
+    sizes = b.const([config.intermediate_size] * 2)
+    gate, up = b.ops("Split", gate_up(b, x), sizes, num_outputs=2, axis=-1)
+    return down(b, b.op("Mul", ACTIVATIONS[config.activation](b, gate), up))
 
 
 def head_norm(b: GraphBuilder, x: ir.Value, name: str, num_heads: int, config: DecoderConfig) -> ir.Value:
