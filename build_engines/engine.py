@@ -7,11 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import onnx_ir as ir
 from llm_runtime.manifest import (
-    SCHEMA_VERSION,
     EngineManifest,
     Limits,
     ModelFacts,
@@ -50,25 +50,27 @@ def round_to_nearest(weight: NDArray[np.float32], bits: int, block_size: int) ->
     return kind(values=values, scales=scales, block_size=block_size)
 
 
-def write_engine(checkpoint: Checkpoint, folder: Path, options: EngineOptions, step: Callable[[str], None]) -> EngineManifest:
-    """Write the engine of `checkpoint` into `folder` (made, or emptied first). `step` is told what is being done."""
+def write_engine(
+    checkpoint: Checkpoint, folder: Path, options: EngineOptions, progress: Callable[[float], None]
+) -> EngineManifest:
+    """Write the engine of `checkpoint` into `folder` (made, or emptied first). `progress` gets the fraction done."""
     if folder.exists():
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
-    step("Arranging weights")
+    progress(0.0)
     head, embedding = _head_and_embedding(checkpoint, options.lm_head)
     decoder = Decoder(checkpoint, head, embedding)
-    step("Writing weights")
+    progress(0.3)
     weights = _externalize(decoder.tensors(), folder, "weights.bin")
-    graphs = {"standard": "graph.onnx", "fused": "graph.fused.onnx"}
+    graphs: dict[Literal["standard", "fused"], str] = {"standard": "graph.onnx", "fused": "graph.fused.onnx"}
     for kind, file_name in graphs.items():
         model = decoder.build(weights, fused=kind == "fused", page_size=options.page_size, name=options.name)
         ir.save(model, folder / file_name)
     for path in checkpoint.tokenizer_files:
         shutil.copy2(path, folder / path.name)
-    step("Computing checksums")
+    progress(0.8)
     manifest = EngineManifest(
-        schema_version=SCHEMA_VERSION,
+        schema_version=1,
         name=options.name,
         runtime="onnxruntime",
         model=_model_facts(checkpoint),
@@ -80,6 +82,7 @@ def write_engine(checkpoint: Checkpoint, folder: Path, options: EngineOptions, s
         builder={package: version(package) for package in PACKAGES},
     )
     write_manifest(folder, manifest)
+    progress(1.0)
     return manifest
 
 

@@ -90,7 +90,7 @@ class Int4Weights:
 
 @dataclass(frozen=True, eq=False)
 class Int8Weights:
-    """A linear layer (or an embedding table) with symmetric INT8 weights in blocks along its input; as Int4Weights otherwise."""
+    """A linear layer, or an embedding table, with symmetric INT8 weights in blocks along its input; else as Int4Weights."""
 
     values: np.ndarray  # int8 [out, in], each in -127..127
     scales: np.ndarray  # float32 [out, in / block_size]

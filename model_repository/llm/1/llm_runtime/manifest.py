@@ -15,7 +15,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from llm_runtime.errors import EngineError
 
 MANIFEST_NAME = "engine.json"
-SCHEMA_VERSION = 1
 
 
 class _Strict(BaseModel):

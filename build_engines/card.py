@@ -1,0 +1,56 @@
+"""A readable card of an engine folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from llm_runtime.config import page_bytes
+from llm_runtime.manifest import EngineManifest, read_manifest
+from rich.table import Table
+
+
+def engine_card(folder: Path) -> Table:
+    """Raises EngineError when `folder` is not an engine."""
+    manifest = read_manifest(folder)
+    table = Table(title=manifest.name, show_header=False, title_justify="left", min_width=60)
+    table.add_column(style="bold")
+    table.add_column()
+    for name, value in _rows(folder, manifest):
+        table.add_row(name, value)
+    return table
+
+
+def _rows(folder: Path, manifest: EngineManifest) -> list[tuple[str, str]]:
+    model, precision, limits = manifest.model, manifest.precision, manifest.limits
+    size = sum((folder / name).stat().st_size for name in manifest.files)
+    weights = precision.weights + (f", blocks of {precision.block_size}" if precision.block_size else "")
+    weights += f" ({precision.algorithm})" if precision.algorithm else ""
+    windows = sorted(set(model.layer_windows))
+    attention = " and ".join(f"window {w}" if w else "full" for w in windows)
+    source = manifest.source
+    rows = [
+        (
+            "Model",
+            f"{source.model}"
+            + (f" @ {source.revision}" if source.revision else "")
+            + f" ({model.family}, from {source.format})",
+        ),
+        ("Runs on", manifest.runtime),
+        ("Weights", weights),
+        ("Head / embedding", f"{precision.lm_head} / {precision.embedding}"),
+        ("Activations / KV cache", f"{precision.activations} / {precision.kv_cache}"),
+        (
+            "Decoder",
+            f"{model.num_layers} layers of {model.hidden_size}, {model.num_heads} query and {model.num_kv_heads} kv heads of "
+            f"{model.head_dim}",
+        ),
+        ("Attention", attention),
+        ("Vocabulary", f"{model.vocab_size:,} tokens"),
+        ("Context", f"{limits.max_context:,} tokens"),
+        ("KV cache", f"{page_bytes(manifest) / limits.page_size / 1024:.1f} KiB a token, pages of {limits.page_size}"),
+        ("Size on disk", f"{size / 2**20:,.0f} MiB"),
+        ("Built with", ", ".join(f"{package} {version}" for package, version in manifest.builder.items())),
+    ]
+    if manifest.quality:
+        rows.append(("Perplexity", f"{manifest.quality.perplexity:.2f} on {manifest.quality.text}"))
+    return rows
