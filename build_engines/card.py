@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from llm_runtime.config import page_bytes
 from llm_runtime.manifest import EngineManifest, read_manifest
 from rich.table import Table
 
@@ -47,7 +46,7 @@ def _rows(folder: Path, manifest: EngineManifest) -> list[tuple[str, str]]:
         ("Attention", attention),
         ("Vocabulary", f"{model.vocab_size:,} tokens"),
         ("Context", f"{limits.max_context:,} tokens"),
-        ("KV cache", f"{page_bytes(manifest) / limits.page_size / 1024:.1f} KiB a token, pages of {limits.page_size}"),
+        ("KV cache", f"{manifest.page_bytes / limits.page_size / 1024:.1f} KiB a token, pages of {limits.page_size}"),
         ("Size on disk", f"{size / 2**20:,.0f} MiB"),
         ("Built with", ", ".join(f"{package} {version}" for package, version in manifest.builder.items())),
     ]

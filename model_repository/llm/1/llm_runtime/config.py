@@ -74,15 +74,9 @@ def resolve_engine_dir(parameters: Parameters, model_folder: Path) -> Path:
     return (model_folder / parameters.engine_dir).resolve()
 
 
-def page_bytes(manifest: EngineManifest) -> int:
-    """Bytes of one page: keys and values of every layer in float32."""
-    model = manifest.model
-    return 2 * 4 * model.num_layers * model.num_kv_heads * model.head_dim * manifest.limits.page_size
-
-
 def size_cache(parameters: Parameters, manifest: EngineManifest) -> tuple[int, int]:
     """(pages in the pool, longest context in tokens). Raises ConfigError with the sizes and the knob to change."""
-    size, page_size = page_bytes(manifest), manifest.limits.page_size
+    size, page_size = manifest.page_bytes, manifest.limits.page_size
     num_pages = parameters.kv_cache_memory_mb * 2**20 // size
     capacity = num_pages * page_size
     if num_pages < 2:

@@ -85,6 +85,11 @@ class EngineManifest(_Strict):
     builder: dict[str, str]  # package -> version
     quality: Quality | None = None
 
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one KV page: keys and values of every layer in float32."""
+        return 2 * 4 * self.model.num_layers * self.model.num_kv_heads * self.model.head_dim * self.limits.page_size
+
 
 def sha256_file(path: Path) -> str:
     with path.open("rb") as file:
