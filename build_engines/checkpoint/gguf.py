@@ -257,7 +257,7 @@ def hf_config(file: GgufFile) -> dict[str, Any]:
 
 def _gemma_config(value: Callable[..., Any], config: dict[str, Any]) -> dict[str, Any]:
     pattern = value("attention.sliding_window_pattern", 6)
-    # The 27B model scales queries by hidden/heads, all others by the head; the file does not say which, llama.cpp goes by depth.
+    # The 27B model scales queries by hidden/heads, all others by the head. The file does not say; llama.cpp goes by depth.
     is_27b = config["num_hidden_layers"] == 62
     return {
         "hidden_activation": "gelu_pytorch_tanh",
@@ -291,16 +291,17 @@ def _llama3_scaling(file: GgufFile) -> dict[str, Any]:
     """llama.cpp stores Llama 3's scaling as a divisor for each frequency; this finds the parameters that give the same ones."""
     divisors = np.concatenate([chunk.ravel() for chunk in file.chunks(file.tensors["rope_freqs.weight"])]).astype(np.float64)
     theta = float(file.metadata.get("llama.rope.freq_base", 1e4))
+    factor = round(float(divisors.max()), 4)
     scaling = {
         "rope_type": "llama3",
-        "factor": round(float(divisors.max()), 4),
+        "factor": factor,
         "low_freq_factor": 1.0,
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     }
     wavelengths = 2 * math.pi * theta ** (np.arange(len(divisors)) / len(divisors))
     smooth = (8192 / wavelengths - 1.0) / 3.0
-    expected = 1 / ((1 - smooth.clip(0, 1)) / scaling["factor"] + smooth.clip(0, 1))
+    expected = 1 / ((1 - smooth.clip(0, 1)) / factor + smooth.clip(0, 1))
     if not np.allclose(divisors, expected, rtol=1e-4):
         raise BuildError(f"{file.path}: the divisors in rope_freqs.weight are not those of Llama 3's rope scaling")
     return scaling
@@ -347,7 +348,7 @@ def _transformed(file: GgufFile, tensor: GgufTensor, config: dict[str, Any]) -> 
     if architecture == "gemma3" and "norm." in tensor.name:
         # llama.cpp stores 1 + weight; Gemma's checkpoints store weight.
         yield from (chunk - np.float32(1) for chunk in file.chunks(tensor))
-    elif architecture == "llama" and ".attn_q." in tensor.name or architecture == "llama" and ".attn_k." in tensor.name:
+    elif architecture == "llama" and tensor.name.split(".")[-2] in ("attn_q", "attn_k"):
         # llama.cpp rotates neighbouring pairs (2i, 2i+1), Hugging Face the halves (i, i + dim/2): rows were interleaved.
         rows = np.concatenate([chunk.reshape(-1, *tensor.shape[1:]) for chunk in _shaped(file, tensor)])
         heads = config["num_attention_heads" if ".attn_q." in tensor.name else "num_key_value_heads"]

@@ -1,7 +1,7 @@
 """The tokenizer inside a GGUF file, as tokenizer.json.
 
-Two kinds: "llama", SentencePiece's BPE with scores in place of merges, and "gpt2", byte-level BPE with merges and a named way to
-cut text into words. Results equal transformers' own conversion, in a fraction of its time.
+Two kinds: "llama", SentencePiece's BPE with scores in place of merges, and "gpt2", byte-level BPE with merges and a named way
+to cut text into words. Results equal transformers' own conversion, in a fraction of its time.
 """
 
 import json

@@ -31,7 +31,7 @@ _FAMILY_OF_MODEL_TYPE = {
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 # Those that recompute their frequencies from the length seen so far, or rotate only part of a head, need another graph.
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-_TOKENIZER_FILES = (
+TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -49,7 +49,7 @@ def read_config(folder: Path) -> DecoderConfig:
     Raises BuildError where the family, or a variant of it (softcapping, bidirectional attention, a partial or dynamic rope, an
     activation), is not one that the graph can express, naming it.
     """
-    raw = _read_json(folder / "config.json")
+    raw = read_json(folder / "config.json")
     model_type = raw.get("model_type")
     if model_type not in _FAMILY_OF_MODEL_TYPE:
         known = ", ".join(_FAMILY_OF_MODEL_TYPE)
@@ -62,7 +62,7 @@ def read_config(folder: Path) -> DecoderConfig:
     try:
         config: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # transformers raises many kinds here; every one means a config that cannot be used
-        raise BuildError(f"{folder / 'config.json'}: {_one_line(error)}") from error
+        raise BuildError(f"{folder / 'config.json'}: {one_line(error)}") from error
 
     activation = getattr(config, "hidden_activation", None) or config.hidden_act
     _refuse_variants(folder, config, activation)
@@ -110,19 +110,20 @@ class HfCheckpoint:
     def __init__(self, folder: Path, model: str | None = None, revision: str | None = None) -> None:
         self.folder = folder
         self.config = read_config(folder)
-        self.source = Source(model or str(folder), revision, self.format, self._quantization())
-        ensure_fast_tokenizer(folder)
-        self.tokenizer_files = tuple(folder / name for name in _TOKENIZER_FILES if (folder / name).is_file())
         self._files = _TensorFiles(folder)
+        self._quantization: str | None = None
+        self._open_quantization()
         self._check()
+        ensure_fast_tokenizer(folder)
+        self.tokenizer_files = tuple(folder / name for name in TOKENIZER_FILES if (folder / name).is_file())
+        self.source = Source(model or str(folder), revision, self.format, self._quantization)
 
-    def _quantization(self) -> str | None:
-        raw = _read_json(self.folder / "config.json")
-        quantization = raw.get("quantization_config")
+    def _open_quantization(self) -> None:
+        """Reads, or refuses, what the folder says of quantized weights, and sets `_quantization` to its name."""
+        quantization = read_json(self.folder / "config.json").get("quantization_config")
         if quantization:
             method = quantization.get("quant_method", "an unknown method")
             raise BuildError(f"{self.folder}: weights quantized with {method} are not supported; use the unquantized model")
-        return None
 
     def linear(self, name: str) -> LinearWeights:
         weight = self._linear_weight_name(name)
@@ -174,10 +175,7 @@ class _TensorFiles:
         from safetensors import SafetensorError, safe_open
 
         index = folder / "model.safetensors.index.json"
-        if index.is_file():
-            names = sorted(set(_read_json(index)["weight_map"].values()))
-        else:
-            names = ["model.safetensors"]
+        names = sorted(set(read_json(index)["weight_map"].values())) if index.is_file() else ["model.safetensors"]
         self._file_of: dict[str, Any] = {}
         self._stack = ExitStack()
         for name in names:
@@ -188,7 +186,7 @@ class _TensorFiles:
                 # Through torch, since numpy has no bfloat16.
                 file = self._stack.enter_context(safe_open(folder / name, framework="pt"))
             except SafetensorError as error:
-                raise BuildError(f"{folder / name}: not a readable safetensors file ({_one_line(error)})") from error
+                raise BuildError(f"{folder / name}: not a readable safetensors file ({one_line(error)})") from error
             self._file_of |= dict.fromkeys(file.keys(), file)
 
     def __contains__(self, name: object) -> bool:
@@ -224,7 +222,7 @@ def fetch_from_hub(model: str, revision: str | None = None) -> tuple[Path, str]:
     try:
         folder = Path(snapshot_download(model, revision=revision, allow_patterns=_HUB_FILES))
     except Exception as error:  # many kinds: unknown, gated, offline, disk full
-        raise BuildError(f"{model}: cannot be downloaded from the Hugging Face hub ({_one_line(error)})") from error
+        raise BuildError(f"{model}: cannot be downloaded from the Hugging Face hub ({one_line(error)})") from error
     return folder, folder.name
 
 
@@ -245,7 +243,7 @@ def ensure_fast_tokenizer(folder: Path) -> None:
         tokenizer = AutoTokenizer.from_pretrained(folder, use_fast=True, local_files_only=True)
         tokenizer.backend_tokenizer.save(str(folder / "tokenizer.json"))
     except Exception as error:  # whatever goes wrong, the user's way out is the same
-        raise BuildError(f"{folder}: the tokenizer cannot be converted to tokenizer.json ({_one_line(error)})") from error
+        raise BuildError(f"{folder}: the tokenizer cannot be converted to tokenizer.json ({one_line(error)})") from error
 
 
 def _refuse_variants(folder: Path, config: Any, activation: str) -> None:
@@ -292,7 +290,7 @@ def _rope(folder: Path, config: Any, kind: str, head_dim: int) -> Rope:
 def _special_ids(folder: Path, config: Any) -> tuple[int | None, tuple[int, ...]]:
     """First token of a text, and every token that ends one: generation_config.json knows those of chats too."""
     path = folder / "generation_config.json"
-    generation = _read_json(path) if path.is_file() else {}
+    generation = read_json(path) if path.is_file() else {}
     bos = generation.get("bos_token_id", config.bos_token_id)
     ids: list[int] = []
     for eos in (config.eos_token_id, generation.get("eos_token_id")):
@@ -300,18 +298,20 @@ def _special_ids(folder: Path, config: Any) -> tuple[int | None, tuple[int, ...]
     return bos[0] if isinstance(bos, list) else bos, tuple(dict.fromkeys(ids))
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises BuildError if there is no such file, or it holds something else."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise BuildError(f"{path.parent}: {path.name} is missing") from None
     except (OSError, ValueError) as error:
-        raise BuildError(f"{path}: not readable as JSON ({_one_line(error)})") from error
+        raise BuildError(f"{path}: not readable as JSON ({one_line(error)})") from error
     if not isinstance(value, dict):
         raise BuildError(f"{path}: not a JSON object")
     return value
 
 
-def _one_line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
+    """The first line of an error of another library, to be put into one of ours."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
