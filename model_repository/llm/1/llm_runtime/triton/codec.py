@@ -97,6 +97,17 @@ def refusal(message: str) -> Any:
     return _error(message, pb_utils.TritonError.INVALID_ARG)
 
 
+def internal_error(message: str) -> Any:
+    return _error(message, pb_utils.TritonError.INTERNAL)
+
+
+def stopped() -> Any:
+    """The answer to a request that asked to end others."""
+    return pb_utils.InferenceResponse(
+        [pb_utils.Tensor("text_output", _strings("")), pb_utils.Tensor("finish_reason", _strings("cancelled"))]
+    )
+
+
 def failure(output: SequenceOutput) -> Any:
     """The response to a request that ended without a result, or None where it has one."""
     if output.finish_reason is FinishReason.CANCELLED:
@@ -104,7 +115,7 @@ def failure(output: SequenceOutput) -> Any:
     if output.queue_timed_out:
         return _error("the request's timeout passed while it waited to start", pb_utils.TritonError.UNAVAILABLE)
     if output.finish_reason is FinishReason.ERROR:
-        return _error(output.error or "unknown error", pb_utils.TritonError.INTERNAL)
+        return internal_error(output.error or "unknown error")
     return None
 
 

@@ -20,7 +20,7 @@ from llm_runtime.manifest import EngineManifest, check_files, read_manifest
 from llm_runtime.request import Limits, ParsedRequest, RequestParser
 from llm_runtime.triton import codec
 from llm_runtime.triton.metrics import EngineMetrics
-from llm_runtime.triton.streams import RequestReplies, Stream, StreamSender
+from llm_runtime.triton.streams import FINAL, RequestReplies, Stream, StreamSender
 from llm_runtime.worker import Worker
 
 log = logging.getLogger(__name__)
@@ -66,14 +66,12 @@ class Service:
         for request in requests:
             sender = request.get_response_sender()
             try:
-                rows = self._parse(request, now)
+                accepted += self._open(request, sender, now)
             except RequestError as error:
-                RequestReplies(sender, 1).send(codec.refusal(str(error)), ends_row=True)
-                continue
-            replies = RequestReplies(sender, len(rows))
-            for parsed in rows:
-                self._sender.open(parsed.generation.request_id, Stream(replies, parsed.reply))
-            accepted += rows
+                sender.send(codec.refusal(str(error)), flags=FINAL)
+            except Exception as error:  # a defect of ours must not leave this client, or its batch mates, without an answer
+                log.exception("a request could not be read")
+                sender.send(codec.internal_error(f"the request could not be read: {error}"), flags=FINAL)
         self._worker.submit([parsed.generation for parsed in accepted])
 
     def wait_for_room(self) -> None:
@@ -86,9 +84,28 @@ class Service:
         self._sender.stop()
         self._engine.executor.close()
 
-    def _parse(self, request: Any, now: float) -> list[ParsedRequest]:
-        parameters = codec.read_parameters(request)
+    def _open(self, request: Any, sender: Any, now: float) -> list[ParsedRequest]:
+        """The rows of a request, each with a stream that waits for its outputs; none for a request to stop others."""
         rows = codec.read_tensors(request)
+        if any(row.get("stop") for row in rows):
+            self._stop_others(request, sender)
+            return []
+        parsed_rows = self._parse(request, rows, now)
+        replies = RequestReplies(sender, len(parsed_rows))
+        for parsed in parsed_rows:
+            self._sender.open(parsed.generation.request_id, Stream(replies, parsed.reply, request.request_id()))
+        return parsed_rows
+
+    def _stop_others(self, request: Any, sender: Any) -> None:
+        client_id = request.request_id()
+        if not client_id:
+            raise RequestError("stop: got true with no request id; allowed: the id of the request to end")
+        for request_id in self._sender.live_ids(client_id):
+            self._worker.cancel(request_id)
+        sender.send(codec.stopped(), flags=FINAL)
+
+    def _parse(self, request: Any, rows: list[dict[str, Any]], now: float) -> list[ParsedRequest]:
+        parameters = codec.read_parameters(request)
         timeout_us = request.timeout()
         parsed = [
             self._parser.parse(f"{next(self._ids)}", index, row, parameters, timeout_us, now) for index, row in enumerate(rows)

@@ -47,6 +47,7 @@ class Stream:
 
     replies: RequestReplies
     reply: ReplyOptions
+    client_request_id: str = ""
     pending: SequenceOutput | None = None
     cumulative_logprob: float = 0.0
 
@@ -93,6 +94,10 @@ class StreamSender:
     def open(self, request_id: str, stream: Stream) -> None:
         """Before the request is submitted, so that no output can come first."""
         self._streams[request_id] = stream
+
+    def live_ids(self, client_request_id: str) -> list[str]:
+        """Ids of the open streams whose client gave them this request id."""
+        return [key for key, stream in list(self._streams.items()) if stream.client_request_id == client_request_id]
 
     def put(self, outputs: list[SequenceOutput]) -> None:
         self._queue.put(outputs)

@@ -1,0 +1,95 @@
+"""Passes unbatched requests in the vLLM backend's format on to `llm` (Triton's business logic scripting).
+
+A request is forwarded on a thread of its own, response by response. This Triton cannot cancel a forwarded request, so when a
+client leaves, one more request with the same id and `stop` set tells `llm` to end it.
+"""
+
+import json
+import threading
+import time
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+POLL_SECONDS = 0.1
+# What vLLM does with a request that does not say.
+VLLM_DEFAULTS = {"temperature": 1.0, "max_tokens": 16}
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        config = json.loads(args["model_config"])
+        parameters = {key: entry["string_value"] for key, entry in config["parameters"].items()}
+        self.target = parameters["target_model"]
+        self.outputs = [output["name"] for output in config["output"]]
+        self.pool = ThreadPoolExecutor(int(parameters["max_forwarded"]), thread_name_prefix="forward")
+        self.live = {}  # id of the forwarded request -> response sender of the client's
+        self.closing = threading.Event()
+        self.watcher = threading.Thread(target=self._stop_left, daemon=True)
+        self.watcher.start()
+
+    def execute(self, requests):
+        for request in requests:
+            self.pool.submit(self._forward, request, request.get_response_sender())
+
+    def finalize(self):
+        self.closing.set()
+        self.watcher.join()
+        self.pool.shutdown()
+
+    def _forward(self, request, sender):
+        forwarded_id = str(uuid.uuid4())
+        self.live[forwarded_id] = sender
+        try:
+            self._pass_on(request, sender, forwarded_id)
+        except Exception as error:
+            pb_utils.Logger.log_error(f"forwarding to {self.target} failed: {error}")
+            sender.send(pb_utils.InferenceResponse(error=pb_utils.TritonError(str(error))), flags=FINAL)
+        finally:
+            del self.live[forwarded_id]
+
+    def _pass_on(self, request, sender, forwarded_id):
+        arrays = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+        arrays["sampling_parameters"] = _with_defaults(arrays.get("sampling_parameters"))
+        inner = self._request(forwarded_id, arrays, request.timeout())
+        for response in inner.exec(decoupled=True):
+            if response.has_error():
+                sender.send(pb_utils.InferenceResponse(error=response.error()), flags=FINAL)
+                return
+            tensors = response.output_tensors()
+            if not tensors:  # the empty response that ends a decoupled stream
+                continue
+            reason = next((tensor.as_numpy()[0] for tensor in tensors if tensor.name() == "finish_reason"), b"")
+            sender.send(pb_utils.InferenceResponse(tensors), flags=FINAL if reason else 0)
+
+    def _request(self, request_id, arrays, timeout_us=0):
+        inputs = [pb_utils.Tensor(name, array.reshape(1, -1)) for name, array in arrays.items()]
+        return pb_utils.InferenceRequest(
+            model_name=self.target,
+            request_id=request_id,
+            inputs=inputs,
+            requested_output_names=self.outputs,
+            timeout=timeout_us,
+        )
+
+    def _stop_left(self):
+        while not self.closing.is_set():
+            for forwarded_id, sender in list(self.live.items()):
+                if sender.is_cancelled():
+                    for _ in self._request(forwarded_id, {"stop": np.array([True])}).exec(decoupled=True):
+                        pass
+            time.sleep(POLL_SECONDS)
+
+
+def _with_defaults(array):
+    """vLLM's defaults under the client's own values. Text that is not a JSON object goes on as it is, to be refused."""
+    text = array.reshape(-1)[0].decode(errors="replace") if array is not None else "{}"
+    try:
+        given = json.loads(text or "{}")
+    except ValueError:
+        given = None
+    merged = json.dumps(VLLM_DEFAULTS | given) if isinstance(given, dict) else text
+    return np.array([merged.encode()], np.object_)

@@ -1,0 +1,90 @@
+"""config.pbtxt's parameters: read once, checked at load, wrong ones named."""
+
+from pathlib import Path
+
+import pytest
+from google.protobuf import text_format
+from llm_runtime.config import Parameters, read_parameters, resolve_engine_dir, size_cache
+from llm_runtime.errors import ConfigError
+from tritonclient.grpc import model_config_pb2
+
+from tests.manifests import make_manifest
+
+CONFIG = Path(__file__).parents[1] / "model_repository" / "llm" / "config.pbtxt"
+
+
+def entries(**values):
+    return {key: {"string_value": value} for key, value in values.items()}
+
+
+@pytest.fixture()
+def shipped():
+    return text_format.Parse(CONFIG.read_text(), model_config_pb2.ModelConfig())
+
+
+def test_the_shipped_config_names_every_parameter_with_its_default(shipped, monkeypatch):
+    monkeypatch.setenv("LLM_ENGINE_DIR", "/engines/x")
+    texts = {key: {"string_value": entry.string_value} for key, entry in shipped.parameters.items()}
+    assert set(texts) == set(Parameters.model_fields)
+    assert read_parameters(texts) == Parameters(engine_dir="/engines/x")
+
+
+def test_an_unknown_parameter_names_the_nearest():
+    with pytest.raises(ConfigError, match="unknown parameter 'max_sequence'; did you mean 'max_sequences'"):
+        read_parameters(entries(engine_dir="x", max_sequence="4"))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("max_sequences", "0"), ("max_sequences", "many"), ("kv_cache_memory_mb", "-1"), ("attention", "flash"), ("prefix_caching", "maybe")],
+)
+def test_a_bad_value_names_key_value_and_meaning(key, value):
+    with pytest.raises(ConfigError) as refused:
+        read_parameters(entries(engine_dir="x") | entries(**{key: value}))
+    assert key in str(refused.value)
+    assert repr(value) in str(refused.value)
+    assert Parameters.model_fields[key].description in str(refused.value)
+
+
+def test_a_missing_engine_dir_is_named():
+    with pytest.raises(ConfigError, match="engine_dir"):
+        read_parameters({})
+
+
+def test_environment_is_expanded_and_a_missing_variable_named(monkeypatch):
+    monkeypatch.setenv("HERE", "/somewhere")
+    assert read_parameters(entries(engine_dir="${HERE}/e")).engine_dir == "/somewhere/e"
+    with pytest.raises(ConfigError, match="the environment has no NOWHERE_AT_ALL"):
+        read_parameters(entries(engine_dir="${NOWHERE_AT_ALL}"))
+
+
+def test_a_relative_engine_dir_starts_at_the_models_folder(tmp_path):
+    assert resolve_engine_dir(Parameters(engine_dir="engine"), tmp_path) == tmp_path / "engine"
+    assert resolve_engine_dir(Parameters(engine_dir="/abs"), tmp_path) == Path("/abs")
+
+
+def test_the_pool_is_sized_from_memory_and_bounds_the_context():
+    manifest = make_manifest(num_layers=2, num_kv_heads=2, head_dim=64, page_size=16, max_context=4096)
+    page = 2 * 4 * 2 * 2 * 64 * 16
+    assert manifest.page_bytes == page
+    pages, context = size_cache(Parameters(engine_dir="x", kv_cache_memory_mb=1), manifest)
+    assert pages == 2**20 // page
+    assert context == min(4096, pages * 16)
+    assert size_cache(Parameters(engine_dir="x", kv_cache_memory_mb=1, max_context=100), manifest) == (pages, 100)
+
+
+def test_a_pool_too_small_for_the_context_asked_for_names_sizes_and_knobs():
+    manifest = make_manifest(num_layers=2, num_kv_heads=2, head_dim=64, page_size=16, max_context=4096)
+    with pytest.raises(ConfigError, match=r"max_context 4096 tokens does not fit .* 512 tokens; set kv_cache_memory_mb to 8 or more"):
+        size_cache(Parameters(engine_dir="x", kv_cache_memory_mb=1, max_context=4096), manifest)
+
+
+def test_a_pool_of_less_than_two_pages_names_the_memory_needed():
+    manifest = make_manifest(num_layers=64, num_kv_heads=8, head_dim=128, page_size=64, max_context=4096)
+    with pytest.raises(ConfigError, match="at least 2 are needed: set it to 64 or more"):
+        size_cache(Parameters(engine_dir="x", kv_cache_memory_mb=1), manifest)
+
+
+def test_a_context_over_the_engines_is_refused():
+    with pytest.raises(ConfigError, match="max_context 5000 is over the engine's 4096"):
+        size_cache(Parameters(engine_dir="x", max_context=5000), make_manifest(max_context=4096))
