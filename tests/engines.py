@@ -1,0 +1,103 @@
+"""Tiny engines built once a test session, and the transformers model that each is compared with."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from build_engines.build import BuildOptions, build
+from build_engines.checkpoint.types import Int4Weights, linear_names, tensor_shapes
+from llm_runtime.executors.base import Row
+from llm_runtime.executors.ort import OrtExecutor, OrtOptions
+from llm_runtime.manifest import read_manifest
+from numpy.typing import NDArray
+
+from tests.tiny_models import make_tiny_model
+
+PAGE_SIZE = 8
+
+
+class EngineShelf:
+    """Makes each checkpoint and engine once, in one folder."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    @functools.cache  # noqa: B019 - one shelf lives as long as the session
+    def checkpoint(self, family: str) -> Path:
+        return make_tiny_model(family, self._root / family)
+
+    @functools.cache  # noqa: B019
+    def engine(
+        self, family: str, precision: str = "fp32", block_size: int = 128, algorithm: str = "rtn", lm_head: str = "fp32"
+    ) -> Path:
+        folder = self._root / f"{family}-{precision}-{block_size}-{algorithm}-{lm_head}"
+        options = BuildOptions(
+            model=str(self.checkpoint(family)),
+            precision=precision,
+            block_size=block_size,
+            algorithm=algorithm,
+            lm_head=lm_head,
+            page_size=PAGE_SIZE,
+        )
+        build(options, folder, lambda step, fraction: None)
+        return folder
+
+
+def load_executor(folder: Path, *, attention: str = "auto", num_pages: int = 64, num_threads: int = 2) -> OrtExecutor:
+    """With activations in float32, so that only the weights' precision differs from a reference."""
+    options = OrtOptions(num_threads=num_threads, matmul_accuracy=1, attention=attention)
+    return OrtExecutor(folder, read_manifest(folder), num_pages, options)
+
+
+def reference_model(checkpoint: Path) -> Any:
+    """The transformers model in float32."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+def dequantized_model(checkpoint: Path, quantized: Any) -> Any:
+    """The transformers model with the weights that the INT4 layers of `quantized` (a Checkpoint) stand for, and its norms."""
+    import torch
+
+    model = reference_model(checkpoint)
+    config = quantized.config
+    with torch.no_grad():
+        for name in linear_names(config):
+            weights = quantized.linear(name)
+            assert isinstance(weights, Int4Weights)
+            values = weights.values.astype(np.float32) * np.repeat(weights.scales, weights.block_size, axis=1)
+            if weights.pre_quant_scale is not None:
+                values = values * weights.pre_quant_scale
+            model.get_submodule(name).weight.copy_(torch.from_numpy(values))
+        for name in tensor_shapes(config):  # AWQ's scales may have gone into the norms
+            model.get_parameter(name).copy_(torch.from_numpy(np.array(quantized.tensor(name))))
+    return model
+
+
+def reference_logprobs(model: Any, ids: list[int]) -> NDArray[np.float32]:
+    """Natural log-probabilities [tokens, vocab] after each token."""
+    import torch
+
+    with torch.no_grad():
+        return torch.log_softmax(model(torch.tensor([ids])).logits[0], -1).numpy()
+
+
+def log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:
+    shifted = logits.astype(np.float64) - logits.max(axis=-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+
+
+def run_in_chunks(executor: OrtExecutor, ids: list[int], chunks: list[int], pages: list[int]) -> NDArray[np.float64]:
+    """Log-probabilities [tokens, vocab] of `ids` run as consecutive chunks of these lengths, each on the ones before it."""
+    parts, past = [], 0
+    for length in chunks:
+        row = Row(ids[past : past + length], past, pages, length)
+        parts.append(log_softmax(executor.execute([row])))
+        past += length
+    assert past == len(ids)
+    return np.concatenate(parts)

@@ -1,0 +1,92 @@
+"""The graph's numbers against transformers on the same weights, in every family, with either attention."""
+
+import numpy as np
+import pytest
+from build_engines import quantize
+from build_engines.checkpoint.modelopt import ModeloptCheckpoint
+from build_engines.engine import EngineOptions, write_engine
+from llm_runtime.executors.base import Row
+
+from tests.engines import (
+    PAGE_SIZE,
+    dequantized_model,
+    load_executor,
+    log_softmax,
+    reference_logprobs,
+    reference_model,
+    run_in_chunks,
+)
+from tests.tiny_models import TINY_FAMILIES, VOCAB_SIZE
+
+TOLERANCE = 2e-4  # of log-probabilities: float32 summed in another order
+PROMPT = [int(t) for t in np.random.default_rng(7).integers(3, VOCAB_SIZE, 61)]  # past the tiny models' windows of 16
+PAGES = [9, 3, 17, 4, 30, 2, 8, 21]  # neither in order nor adjacent
+
+attentions = pytest.mark.parametrize("attention", ["standard", "fused"])
+families = pytest.mark.parametrize("family", TINY_FAMILIES)
+
+
+@families
+@attentions
+def test_logprobs_equal_transformers(shelf, family, attention):
+    expected = reference_logprobs(reference_model(shelf.checkpoint(family)), PROMPT)
+    executor = load_executor(shelf.engine(family), attention=attention)
+    np.testing.assert_allclose(run_in_chunks(executor, PROMPT, [len(PROMPT)], PAGES), expected, atol=TOLERANCE)
+
+
+@families
+@attentions
+@pytest.mark.parametrize("chunks", [[1] * 61, [PAGE_SIZE] * 7 + [5], [17, 1, 1, 30, 12]])
+def test_chunks_equal_the_whole(shelf, family, attention, chunks):
+    executor = load_executor(shelf.engine(family), attention=attention)
+    whole = run_in_chunks(executor, PROMPT, [len(PROMPT)], PAGES)
+    np.testing.assert_allclose(run_in_chunks(executor, PROMPT, chunks, PAGES), whole, atol=TOLERANCE)
+
+
+@families
+@attentions
+def test_a_row_does_not_depend_on_the_rows_beside_it(shelf, family, attention):
+    executor = load_executor(shelf.engine(family), attention=attention)
+    alone = run_in_chunks(executor, PROMPT, [40] + [1] * 21, PAGES)
+    run_in_chunks(executor, PROMPT[:40], [40], PAGES)
+    short, long = [10, 11], [12, 13, 14, 15]
+    executor.execute([Row(PROMPT[:7], 0, short, 1)])
+    beside = [
+        Row([5], 7, short, 1),
+        Row([PROMPT[40]], 40, PAGES, 1),
+        Row(PROMPT[30:53], 0, long, 0),
+        Row(PROMPT[3:9], 0, [16], 6),
+    ]
+    logits = log_softmax(executor.execute(beside))
+    assert logits.shape == (1 + 1 + 0 + 6, VOCAB_SIZE)
+    np.testing.assert_allclose(logits[1], alone[40], atol=TOLERANCE)
+
+
+@pytest.mark.parametrize(("algorithm", "block_size"), [("rtn", 64), ("awq", 128)])
+@families
+def test_int4_equals_a_reference_with_the_same_weights_dequantized(shelf, tmp_path, family, block_size, algorithm):
+    checkpoint = shelf.checkpoint(family)
+    quantize.quantize(checkpoint, tmp_path / "quantized", algorithm, block_size)
+    quantized = ModeloptCheckpoint(tmp_path / "quantized")
+    options = EngineOptions("tiny", lm_head="fp32", page_size=PAGE_SIZE)
+    write_engine(quantized, tmp_path / "engine", options, lambda fraction: None)
+    expected = reference_logprobs(dequantized_model(checkpoint, quantized), PROMPT)
+    executor = load_executor(tmp_path / "engine", attention="standard")
+    np.testing.assert_allclose(run_in_chunks(executor, PROMPT, [len(PROMPT)], PAGES), expected, atol=5 * TOLERANCE)
+
+
+@pytest.mark.parametrize(("lm_head", "bound"), [("int8", 0.1), ("int4", 1.5)])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_a_quantized_head_stays_near_the_float_one(shelf, family, lm_head, bound):
+    expected = run_in_chunks(load_executor(shelf.engine(family), attention="standard"), PROMPT, [61], PAGES)
+    executor = load_executor(shelf.engine(family, lm_head=lm_head), attention="standard")
+    difference = np.abs(run_in_chunks(executor, PROMPT, [61], PAGES) - expected)
+    assert 0 < difference.mean() < bound
+
+
+def test_a_copied_page_reads_the_same(shelf):
+    executor = load_executor(shelf.engine("llama"), attention="standard")
+    expected = run_in_chunks(executor, PROMPT[:9], [8, 1], [1, 2])[-1]
+    executor.copy_page(1, 5)
+    executor.execute([Row(PROMPT[:8], 0, [1], 0)])
+    np.testing.assert_allclose(log_softmax(executor.execute([Row([PROMPT[8]], 8, [5, 6], 1)]))[0], expected, atol=1e-6)
