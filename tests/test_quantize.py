@@ -1,0 +1,298 @@
+"""INT4: what is exported is what was simulated, bit for bit, and what cannot be quantized is refused before any work."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from build_engines import calibration, quantize
+from build_engines.checkpoint import BuildError, FloatWeights, Int4Weights, linear_names, tensor_shapes
+from build_engines.checkpoint.hf import HfCheckpoint
+from build_engines.checkpoint.modelopt import ModeloptCheckpoint, is_modelopt_folder, pack_int4, unpack_int4
+from build_engines.rounding import round_weight
+from tests.tiny_models import BOS, TINY_FAMILIES, make_tiny_model
+
+TEXT = "A small text about nothing, repeated until it is long enough to be cut into windows of tokens. " * 40
+IDS = torch.arange(3, 120)[None]
+
+
+def dequantized(weights: Int4Weights) -> torch.Tensor:
+    scales = np.repeat(weights.scales, weights.block_size, axis=1)
+    return torch.from_numpy(weights.values.astype(np.float32) * scales)
+
+
+def model_of(checkpoint: ModeloptCheckpoint, original: Path) -> Any:
+    """The original's modules with the checkpoint's weights, dequantized, each behind its pre_quant_scale."""
+    model = quantize.load_model(original)
+    for name in linear_names(checkpoint.config):
+        weights, module = checkpoint.linear(name), model.get_submodule(name)
+        assert isinstance(weights, Int4Weights)
+        module.weight.data = dequantized(weights)
+        if weights.pre_quant_scale is not None:
+            scale = torch.from_numpy(weights.pre_quant_scale)
+            module.register_forward_pre_hook(lambda _, args, scale=scale: (args[0] * scale,))
+    for name in tensor_shapes(checkpoint.config):
+        model.get_submodule(name.removesuffix(".weight")).weight.data = torch.tensor(checkpoint.tensor(name))
+    return model
+
+
+def refused(action: Any) -> str:
+    with pytest.raises(BuildError) as caught:
+        action()
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model("llama", tmp_path_factory.mktemp("llama"))
+
+
+class TestPacking:
+    def test_every_pair_of_values_round_trips_in_both_nibbles(self) -> None:
+        low, high = np.meshgrid(np.arange(-8, 8), np.arange(-8, 8))
+        values = np.stack([low.ravel(), high.ravel()]).astype(np.int8)
+        packed = pack_int4(values)
+        assert packed.shape == (1, 256)
+        assert packed.dtype == np.uint8
+        assert len(np.unique(packed)) == 256
+        np.testing.assert_array_equal(unpack_int4(packed), values)
+
+    def test_the_layout_is_that_of_modelopt(self) -> None:
+        from modelopt.torch.export.quant_utils import pack_int4_in_uint8
+
+        values = np.random.default_rng(0).integers(-8, 8, (6, 128)).astype(np.int8)
+        theirs = pack_int4_in_uint8(torch.from_numpy(values).float(), torch.ones(6, 1), 128).numpy()
+        np.testing.assert_array_equal(pack_int4(values), theirs)
+        np.testing.assert_array_equal(unpack_int4(theirs), values)
+
+    def test_an_odd_number_of_rows_is_refused(self) -> None:
+        with pytest.raises(ValueError, match="3 rows cannot be packed"):
+            pack_int4(np.zeros((3, 8), np.int8))
+
+    @pytest.mark.parametrize("value", [-9, 8])
+    def test_values_outside_four_bits_are_refused(self, value: int) -> None:
+        with pytest.raises(ValueError, match=r"lie in -8\.\.7"):
+            pack_int4(np.array([[0], [value]], np.int8))
+
+    def test_other_types_and_shapes_are_refused(self) -> None:
+        with pytest.raises(ValueError, match="matrix of int8"):
+            pack_int4(np.zeros((2, 2), np.int32))
+        with pytest.raises(ValueError, match="matrix of uint8"):
+            unpack_int4(np.zeros((2, 2), np.int8))
+        with pytest.raises(ValueError, match="matrix of uint8"):
+            unpack_int4(np.zeros(4, np.uint8))
+
+
+@pytest.mark.parametrize("algorithm", quantize.ALGORITHMS)
+@pytest.mark.parametrize("family", TINY_FAMILIES)
+def test_the_export_is_what_was_simulated(tmp_path: Path, family: str, algorithm: str) -> None:
+    original, block_size = make_tiny_model(family, tmp_path / "original"), 64
+    shutil.copy(original / "tokenizer.json", tmp_path / "tokenizer.json")
+    windows = calibration.token_windows(TEXT, original / "tokenizer.json", BOS, 4, 32)
+    with quantize.quiet_libraries():
+        model = quantize.load_model(original)
+        quantize.simulate(model, algorithm, block_size, windows)
+        with torch.no_grad():
+            expected_logits = model(IDS).logits
+            expected = {
+                n: model.get_submodule(n).weight_quantizer(model.get_submodule(n).weight)
+                for n in linear_names(_config(original))
+            }
+        quantize.export(model, tmp_path)
+
+    checkpoint = ModeloptCheckpoint(tmp_path)
+    assert checkpoint.source.quantization == f"int4_{algorithm}"
+    for name, weight in expected.items():
+        weights = checkpoint.linear(name)
+        assert isinstance(weights, Int4Weights)
+        assert weights.scales.shape == (weight.shape[0], weight.shape[1] // block_size)
+        torch.testing.assert_close(dequantized(weights), weight, rtol=1e-6, atol=1e-7)
+    assert isinstance(checkpoint.linear("lm_head"), FloatWeights)
+    with torch.no_grad():
+        logits = model_of(checkpoint, original)(IDS).logits
+    torch.testing.assert_close(logits, expected_logits, rtol=1e-3, atol=1e-3)
+
+
+def _config(folder: Path) -> Any:
+    return HfCheckpoint(folder).config
+
+
+def test_scales_of_activations_are_folded_into_norms_or_kept(llama: Path, tmp_path: Path) -> None:
+    quantize.quantize(llama, tmp_path / "out", "awq", 64, TEXT)
+    original, checkpoint = HfCheckpoint(llama), ModeloptCheckpoint(tmp_path / "out")
+    kept = {name: checkpoint.linear(name).pre_quant_scale is not None for name in linear_names(checkpoint.config)}  # type: ignore[union-attr]
+    assert all(is_kept == name.endswith(("o_proj", "down_proj")) for name, is_kept in kept.items())
+    norm = "model.layers.0.input_layernorm.weight"
+    assert not np.allclose(original.tensor(norm), checkpoint.tensor(norm))
+    np.testing.assert_array_equal(original.tensor("model.norm.weight"), checkpoint.tensor("model.norm.weight"))
+
+
+def test_a_checkpoint_goes_in_and_a_whole_one_comes_out(llama: Path, tmp_path: Path) -> None:
+    fractions: list[float] = []
+    output = tmp_path / "out"
+    quantize.quantize(llama, output, "awq", 128, TEXT, fractions.append)
+    assert fractions == sorted(fractions)
+    assert fractions[-1] == 1.0
+    assert is_modelopt_folder(output)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    files = {path.name for path in ModeloptCheckpoint(output, model="tiny").tokenizer_files}
+    assert files >= {"tokenizer.json", "tokenizer_config.json", "generation_config.json"}
+
+
+def test_the_same_input_gives_the_same_weights(llama: Path, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        quantize.quantize(llama, tmp_path / name, "awq", 64, TEXT)
+    assert (tmp_path / "one/model.safetensors").read_bytes() == (tmp_path / "two/model.safetensors").read_bytes()
+
+
+def test_smaller_blocks_err_no_more_than_larger_ones(llama: Path, tmp_path: Path) -> None:
+    original = HfCheckpoint(llama)
+    checkpoints = {}
+    for block_size in quantize.BLOCK_SIZES:
+        quantize.quantize(llama, tmp_path / str(block_size), "rtn", block_size)
+        checkpoints[block_size] = ModeloptCheckpoint(tmp_path / str(block_size))
+    for name in linear_names(original.config):
+        weight = torch.from_numpy(original.linear(name).weight)  # type: ignore[union-attr]
+        errors = {
+            size: float((dequantized(checkpoint.linear(name)) - weight).square().sum())  # type: ignore[arg-type]
+            for size, checkpoint in checkpoints.items()
+        }
+        assert errors[64] <= errors[128], name
+
+
+def test_a_block_of_zeros_stays_zero(llama: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(llama, tmp_path / "zeros")
+    _edit(folder, lambda tensors: tensors["model.layers.0.mlp.up_proj.weight"][:5, :64].zero_())
+    for algorithm in quantize.ALGORITHMS:
+        quantize.quantize(folder, tmp_path / algorithm, algorithm, 64, TEXT)
+        weights = ModeloptCheckpoint(tmp_path / algorithm).linear("model.layers.0.mlp.up_proj")
+        assert isinstance(weights, Int4Weights)
+        assert not dequantized(weights)[:5, :64].any()
+        assert np.isfinite(weights.scales).all()
+        assert (weights.scales > 0).all()
+
+
+def _edit(folder: Path, edit: Any) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tensors = {name: tensor.clone() for name, tensor in load_file(folder / "model.safetensors").items()}
+    edit(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+class TestRounding:
+    def test_values_are_on_the_grid_of_their_scales(self) -> None:
+        weight, moments = _random_layer()
+        rounded, scales = round_weight(weight, moments, 64)
+        multiples = rounded / scales.repeat_interleave(64, dim=1)
+        torch.testing.assert_close(multiples, multiples.round(), rtol=0, atol=1e-4)
+        assert multiples.min() >= -8.001
+        assert multiples.max() <= 7.001
+
+    def test_outputs_are_closer_than_with_rounding_to_nearest(self) -> None:
+        weight, moments = _random_layer()
+        rounded, _ = round_weight(weight, moments, 64)
+        scales = (weight.reshape(32, 2, 64).abs().amax(2) / 7).repeat_interleave(64, dim=1)
+        nearest = (weight / scales).round().clamp(-8, 7) * scales
+        assert _cost(rounded - weight, moments) < 0.7 * _cost(nearest - weight, moments)
+
+    def test_inputs_that_are_always_zero_do_no_harm(self) -> None:
+        weight, moments = _random_layer()
+        moments[:10] = 0
+        moments[:, :10] = 0
+        rounded, scales = round_weight(weight, moments, 64)
+        assert torch.isfinite(rounded).all()
+        assert (scales > 0).all()
+
+    def test_nothing_given_is_changed(self) -> None:
+        weight, moments = _random_layer()
+        before = weight.clone(), moments.clone()
+        round_weight(weight, moments, 64)
+        assert torch.equal(weight, before[0])
+        assert torch.equal(moments, before[1])
+
+
+def _random_layer() -> tuple[torch.Tensor, torch.Tensor]:
+    """A weight [32, 128], and the second moments of inputs that are correlated, as those of real layers are."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(512, 16, generator=generator) @ torch.randn(16, 128, generator=generator)
+    inputs += 0.3 * torch.randn(512, 128, generator=generator)
+    return torch.randn(32, 128, generator=generator), inputs.T @ inputs
+
+
+def _cost(error: torch.Tensor, moments: torch.Tensor) -> float:
+    return float((error @ moments * error).sum())
+
+
+class TestRefusals:
+    """Before any work: nothing is written."""
+
+    def test_other_block_sizes(self, llama: Path, tmp_path: Path) -> None:
+        message = refused(lambda: quantize.quantize(llama, tmp_path / "out", "rtn", 32))
+        assert message == "block size 32 is not supported; allowed are 64, 128"
+        assert not (tmp_path / "out").exists()
+
+    @pytest.mark.parametrize(
+        ("num_in", "block_size", "hint"),
+        [
+            (1376, 64, "none of the allowed ones (64, 128) would work"),
+            (1376, 128, "none of the allowed ones (64, 128) would work"),
+            (3136, 128, "a block size of 64 would work"),
+        ],
+    )
+    def test_blocks_that_do_not_divide_a_layer(self, tmp_path: Path, num_in: int, block_size: int, hint: str) -> None:
+        folder = make_tiny_model("llama", tmp_path / "model", intermediate_size=num_in)
+        message = refused(lambda: quantize.quantize(folder, tmp_path / "out", "awq", block_size))
+        layer = "model.layers.0.mlp.down_proj"
+        assert message == f"{layer} has {num_in} inputs, which blocks of {block_size} do not divide; {hint}"
+
+    def test_blocks_of_64_divide_3136(self, tmp_path: Path) -> None:
+        quantize.check_block_size(_config(make_tiny_model("llama", tmp_path, intermediate_size=3136)), 64)
+
+    def test_an_unknown_algorithm(self, llama: Path, tmp_path: Path) -> None:
+        assert "known are awq, rtn" in refused(lambda: quantize.quantize(llama, tmp_path / "out", "gptq"))
+
+    def test_a_text_that_is_too_short(self, llama: Path, tmp_path: Path) -> None:
+        message = refused(lambda: quantize.quantize(llama, tmp_path / "out", "awq", 128, "too short"))
+        assert "the calibration text has" in message
+
+    @pytest.mark.parametrize("value", [float("nan"), float("inf")])
+    def test_weights_that_are_not_finite(self, llama: Path, tmp_path: Path, value: float) -> None:
+        folder = shutil.copytree(llama, tmp_path / "model")
+        _edit(folder, lambda tensors: tensors["model.layers.1.self_attn.v_proj.weight"].view(-1)[:1].fill_(value))
+        message = refused(lambda: quantize.quantize(folder, tmp_path / "out", "rtn"))
+        assert message.startswith("model.layers.1.self_attn.v_proj: its weights hold NaN or infinity")
+
+    def test_an_export_of_another_precision(self, llama: Path, tmp_path: Path) -> None:
+        quantize.quantize(llama, tmp_path / "out", "rtn")
+        path = tmp_path / "out/hf_quant_config.json"
+        path.write_text(path.read_text().replace("W4A16_AWQ", "NVFP4"))
+        assert "quant_algo 'NVFP4' is not supported" in refused(lambda: ModeloptCheckpoint(tmp_path / "out"))
+
+
+class TestCalibration:
+    def test_windows_begin_with_bos_and_spread_over_the_text(self, llama: Path) -> None:
+        windows = calibration.token_windows(TEXT, llama / "tokenizer.json", BOS, 5, 16)
+        assert windows.shape == (5, 16)
+        assert windows.dtype == np.int64
+        assert (windows[:, 0] == BOS).all()
+        assert not (windows[:, 1:] == BOS).any()
+
+    def test_a_short_text_gives_fewer_windows(self, llama: Path) -> None:
+        assert len(calibration.token_windows(TEXT, llama / "tokenizer.json", None, 10_000, 64)) < 10_000
+
+    def test_the_default_text_has_no_header_and_many_scripts(self) -> None:
+        text = calibration.default_text()
+        assert not text.startswith("#")
+        assert len(text) > 20_000
+        assert all(word in text for word in ("Question:", "def ", "SELECT", "Straße", "北京", "भारत"))
+
+    def test_a_text_that_cannot_be_read(self, tmp_path: Path) -> None:
+        assert "cannot be read" in refused(lambda: calibration.read_text(tmp_path / "none.txt"))
+        (tmp_path / "latin.txt").write_bytes(b"\xe9\xe8")
+        assert "UTF-8" in refused(lambda: calibration.read_text(tmp_path / "latin.txt"))
