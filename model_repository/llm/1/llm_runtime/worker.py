@@ -99,10 +99,9 @@ class Worker:
             requests, self._inbox = self._inbox, []
             cancelled, self._cancelled = self._cancelled, []
             stopping = self._stopping
-        now = time.monotonic()
         for request in requests:
             try:
-                self._engine.add(request, now)
+                self._engine.add(request)
             except RequestError as error:
                 self._publish([_failed(request, str(error))])
         for request_id in cancelled:

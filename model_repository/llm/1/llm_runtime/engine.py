@@ -1,0 +1,208 @@
+"""One step at a time: decide what runs, run it, choose tokens, turn them into text, and say what came of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from llm_runtime.block_manager import BlockManager
+from llm_runtime.detokenizer import Detokenizer, StopMatcher
+from llm_runtime.errors import RequestError
+from llm_runtime.executors.base import Executor, Row
+from llm_runtime.metrics import Stats
+from llm_runtime.sampler import Choice, SamplerState, choose
+from llm_runtime.scheduler import ScheduledRow, Scheduler, StepPlan
+from llm_runtime.sequence import Sequence
+from llm_runtime.types import FinishReason, GenerationRequest, SequenceOutput
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Limits in sequences and tokens; `end_ids` end a sequence unless its request says otherwise."""
+
+    max_sequences: int
+    max_step_tokens: int
+    prefill_chunk_tokens: int
+    max_context: int
+    end_ids: tuple[int, ...]
+    prefix_caching: bool = True
+
+
+class LiveSequence:
+    """A sequence with what its text and its choices need."""
+
+    def __init__(self, sequence: Sequence, tokenizer: Tokenizer, end_ids: tuple[int, ...]) -> None:
+        request = sequence.request
+        self.sequence = sequence
+        self.sampler = SamplerState(request.sampling, request.prompt_ids, end_ids)
+        self.detokenizer = Detokenizer(tokenizer, request.prompt_ids)
+        self.stops = StopMatcher(request.sampling.stop_strings)
+
+
+class Engine:
+    """Owns the sequences and the pages. Driven by one thread; every added request gets exactly one output with a finish reason.
+
+    A token that ends a sequence as end of sequence is in `token_ids` and in the counts, and has no text.
+    """
+
+    def __init__(self, executor: Executor, tokenizer: Tokenizer, config: EngineConfig) -> None:
+        self.executor = executor
+        self.config = config
+        self.stats = Stats()
+        self._tokenizer = tokenizer
+        self.blocks = BlockManager(executor.num_pages, executor.page_size, prefix_caching=config.prefix_caching)
+        self.scheduler = Scheduler(self.blocks, config.max_sequences, config.max_step_tokens, config.prefill_chunk_tokens)
+        self._live: dict[str, LiveSequence] = {}
+        self._ended: list[SequenceOutput] = []  # since the last step
+        self._arrivals = 0
+        self._update_gauges()
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._live or self._ended)
+
+    def add(self, request: GenerationRequest) -> None:
+        """Queue a request. Raises RequestError when its prompt cannot fit."""
+        longest = min(self.config.max_context, self.blocks.num_pages * self.blocks.page_size) - 1
+        if not 0 < len(request.prompt_ids) <= longest:
+            raise RequestError(f"prompt: got {len(request.prompt_ids)} tokens; allowed: 1 to {longest}")
+        sequence = Sequence(request, self._arrivals)
+        self._arrivals += 1
+        self._live[request.request_id] = LiveSequence(sequence, self._tokenizer, self.config.end_ids)
+        self.scheduler.add(sequence)
+        self._update_gauges()
+
+    def cancel(self, request_id: str) -> None:
+        """End a request now, running or waiting; no effect on one that has ended."""
+        live = self._live.get(request_id)
+        if live is not None:
+            self.scheduler.finish(live.sequence, FinishReason.CANCELLED)
+            self._ended.append(self._final_output(live))
+            self._update_gauges()
+
+    def step(self, now: float) -> list[SequenceOutput]:
+        """Run one step. Raises EngineError when the executor fails; `fail_all` then has the outputs that are owed."""
+        outputs = self._take_ended()
+        for sequence in self.scheduler.expire(now):
+            outputs.append(self._final_output(self._live[sequence.request.request_id]))
+        plan = self.scheduler.schedule()
+        if plan.rows:
+            outputs += self._run(plan)
+        self._update_gauges()
+        return outputs
+
+    def fail_all(self, message: str) -> list[SequenceOutput]:
+        """End every live request with an error."""
+        outputs = self._take_ended()
+        for live in list(self._live.values()):
+            self.scheduler.finish(live.sequence, FinishReason.ERROR)
+            outputs.append(self._final_output(live, error=message))
+        self._update_gauges()
+        return outputs
+
+    def _take_ended(self) -> list[SequenceOutput]:
+        ended, self._ended = self._ended, []
+        return ended
+
+    def _run(self, plan: StepPlan) -> list[SequenceOutput]:
+        rows = plan.rows
+        logits = self.executor.execute([_executor_row(row) for row in rows])
+        self._count_step(plan)
+        # Which rows reach their newest token has to be known before `apply` moves them on.
+        choosing = [self._live[row.sequence.request.request_id] for row in rows if row.is_last_chunk]
+        for row in rows:
+            self.scheduler.apply(row)
+        choices = choose(logits, [live.sampler for live in choosing], [live.sequence.token_ids for live in choosing])
+        return [self._accept(live, choice) for live, choice in zip(choosing, choices, strict=True)]
+
+    def _accept(self, live: LiveSequence, choice: Choice) -> SequenceOutput:
+        """Append a chosen token to its sequence; end the sequence where that is due."""
+        if choice.error is not None:
+            self.scheduler.finish(live.sequence, FinishReason.ERROR)
+            return self._final_output(live, error=choice.error)
+        sequence = live.sequence
+        sequence.token_ids.append(choice.token_id)
+        live.sampler.append(choice.token_id)
+        self.stats.generated_tokens += 1
+        output = self._output(live)
+        output.token_ids = [choice.token_id]
+        output.logprobs = [choice.logprob] if choice.logprob else []
+        reason, output.text = self._advance_text(live, choice.token_id)
+        if reason is not None:
+            self.scheduler.finish(sequence, reason)
+            self._close(live, output)
+        return output
+
+    def _advance_text(self, live: LiveSequence, token_id: int) -> tuple[FinishReason | None, str]:
+        """(why the sequence ends with this token, or None; the text that can be shown)"""
+        params, num_output = live.sequence.request.sampling, live.sequence.num_output
+        if token_id in live.sampler.end_ids and not params.ignore_eos:
+            return FinishReason.STOP, live.stops.push(live.detokenizer.finish()) + live.stops.finish()
+        text = live.detokenizer.push(token_id)
+        if num_output >= params.min_tokens:
+            text = live.stops.push(text)
+            if live.stops.stopped:
+                return FinishReason.STOP, text
+        if num_output >= params.max_tokens or len(live.sequence.token_ids) >= self.config.max_context:
+            text += live.stops.push(live.detokenizer.finish())
+            return (FinishReason.STOP if live.stops.stopped else FinishReason.LENGTH), text + live.stops.finish()
+        return None, text
+
+    def _output(self, live: LiveSequence) -> SequenceOutput:
+        sequence = live.sequence
+        return SequenceOutput(
+            request_id=sequence.request.request_id,
+            num_prompt_tokens=sequence.num_prompt,
+            num_cached_tokens=sequence.num_cached or 0,
+            num_output_tokens=sequence.num_output,
+        )
+
+    def _final_output(self, live: LiveSequence, error: str | None = None) -> SequenceOutput:
+        """The output of a sequence that the scheduler has just ended, not by a token of its own."""
+        output = self._output(live)
+        output.error = error
+        if live.sequence.finish_reason is FinishReason.TIMEOUT:
+            request = live.sequence.request
+            output.text = live.stops.push(live.detokenizer.finish()) + live.stops.finish()
+            output.queue_timed_out = not live.sequence.has_started and request.queue_deadline is not None
+        self._close(live, output)
+        return output
+
+    def _close(self, live: LiveSequence, output: SequenceOutput) -> None:
+        reason = live.sequence.finish_reason
+        assert reason is not None
+        output.finish_reason = reason
+        del self._live[output.request_id]
+        self.stats.finished[reason.value] += 1
+
+    def _count_step(self, plan: StepPlan) -> None:
+        stats = self.stats
+        stats.steps += 1
+        stats.decode_batch_size = len(plan.decode)
+        if plan.prefill:
+            stats.prefill_batch_size = len(plan.prefill)
+        for row in plan.prefill:
+            sequence = row.sequence
+            if sequence.num_output == 0 and sequence.num_computed == sequence.num_cached:
+                stats.prompt_tokens += sequence.num_prompt
+                stats.prefix_hit_tokens += sequence.num_cached
+
+    def _update_gauges(self) -> None:
+        stats, blocks = self.stats, self.blocks
+        stats.running, stats.waiting = len(self.scheduler.running), self.scheduler.num_waiting
+        stats.pages_used, stats.pages_cached, stats.pages_free = blocks.num_in_use, blocks.num_cached, blocks.num_free
+        stats.preemptions, stats.evicted_pages = self.scheduler.num_preemptions, blocks.num_evictions
+        if not stats.running:
+            stats.decode_batch_size = 0
+
+
+def _executor_row(row: ScheduledRow) -> Row:
+    sequence, start = row.sequence, row.sequence.num_computed
+    return Row(
+        token_ids=np.array(sequence.token_ids[start : start + row.num_tokens], np.int64),  # type: ignore[arg-type]
+        past_length=start,
+        page_ids=sequence.page_ids,
+        num_logits=1 if row.is_last_chunk else 0,
+    )

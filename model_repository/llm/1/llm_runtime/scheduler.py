@@ -1,0 +1,178 @@
+"""Iteration-level batching (Orca, OSDI 2022): at every step, which sequences run and how many tokens of each.
+
+Decode tokens go first, one a running sequence; then prompt chunks, first come first served, under a token budget that is
+smaller while others decode, so that a long prompt holds up running streams by at most one chunk. A sequence gets pages for
+its whole prompt when it starts, and one more page each time its output fills one. When none is left the newest running
+sequence gives up its pages and waits, ahead of all later arrivals, to be computed again.
+
+No clock, thread or device: `now` is an argument, and `schedule` only decides.
+"""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+from collections import deque
+from dataclasses import dataclass, field
+
+from llm_runtime.block_manager import BlockManager
+from llm_runtime.sequence import Sequence, State
+from llm_runtime.types import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledRow:
+    """Run the next `num_tokens` uncomputed tokens of `sequence`."""
+
+    sequence: Sequence
+    num_tokens: int
+
+    @property
+    def is_last_chunk(self) -> bool:
+        """Whether the row reaches the sequence's newest token, so that the next one can be chosen."""
+        return self.num_tokens == self.sequence.num_uncomputed
+
+
+@dataclass(slots=True)
+class StepPlan:
+    decode: list[ScheduledRow] = field(default_factory=list)
+    prefill: list[ScheduledRow] = field(default_factory=list)
+
+    @property
+    def rows(self) -> list[ScheduledRow]:
+        return self.decode + self.prefill
+
+
+class Scheduler:
+    """Holds the queues. `running` is in order of arrival; each call costs in proportion to it, not to those that wait."""
+
+    def __init__(self, blocks: BlockManager, max_sequences: int, max_step_tokens: int, prefill_chunk_tokens: int) -> None:
+        self.blocks = blocks
+        self._max_sequences = max_sequences
+        self._max_step_tokens = max_step_tokens
+        self._prefill_chunk_tokens = prefill_chunk_tokens
+        self.running: list[Sequence] = []
+        self._waiting: deque[Sequence] = deque()  # may hold finished ones, skipped when met
+        self._deadlines: list[tuple[float, int, Sequence]] = []  # heap; of all that ever waited, dropped when due
+        self.num_waiting = 0
+        self.num_preemptions = 0
+
+    def add(self, sequence: Sequence) -> None:
+        self._waiting.append(sequence)
+        self.num_waiting += 1
+        limits = [t for t in (sequence.request.queue_deadline, sequence.request.deadline) if t is not None]
+        for limit in limits:
+            heapq.heappush(self._deadlines, (limit, sequence.arrival, sequence))
+
+    def expire(self, now: float) -> list[Sequence]:
+        """End what is past its time: those that wait past either deadline, and those that run past the second."""
+        expired = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, _, sequence = heapq.heappop(self._deadlines)
+            if sequence.state is not State.FINISHED and self._is_due(sequence, now):
+                self.finish(sequence, FinishReason.TIMEOUT)
+                expired.append(sequence)
+        return expired
+
+    def schedule(self) -> StepPlan:
+        """Reserves pages; changes nothing else but what a preemption undoes."""
+        plan = StepPlan()
+        self._plan_decode(plan)
+        chunk = self._prefill_chunk_tokens if plan.decode else self._max_step_tokens
+        budget = min(chunk, self._max_step_tokens - len(plan.decode))
+        for sequence in self.running:
+            if sequence.num_uncomputed > 1 and budget > 0:
+                budget -= self._plan_prefill(plan, sequence, budget)
+        while budget > 0 and (sequence := self._start_next()) is not None:
+            budget -= self._plan_prefill(plan, sequence, budget)
+        return plan
+
+    def apply(self, row: ScheduledRow) -> None:
+        """The row came back: its tokens are computed, and pages that became full are known from now on."""
+        sequence = row.sequence
+        sequence.num_computed += row.num_tokens
+        page_size = self.blocks.page_size
+        while (len(sequence.entries) + 1) * page_size <= sequence.num_computed:
+            index = len(sequence.entries)
+            parent = sequence.entries[-1] if index else self.blocks.root(sequence.request.cache_salt)
+            page_tokens = sequence.token_ids[index * page_size : (index + 1) * page_size]
+            sequence.entries.append(self.blocks.register(sequence.page_ids[index], parent, page_tokens))
+
+    def finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        """Take a waiting or running sequence out; its pages are free, or cached, at once."""
+        if sequence.state is State.RUNNING:
+            self.running.remove(sequence)
+            self._release(sequence)
+        else:
+            self.num_waiting -= 1
+        sequence.state = State.FINISHED
+        sequence.finish_reason = reason
+
+    def _plan_decode(self, plan: StepPlan) -> None:
+        for sequence in list(self.running):
+            if sequence.state is not State.RUNNING or sequence.num_uncomputed != 1:
+                continue
+            if len(plan.decode) == self._max_step_tokens:
+                break
+            if self._grow(sequence):
+                plan.decode.append(ScheduledRow(sequence, 1))
+
+    def _grow(self, sequence: Sequence) -> bool:
+        """A page for the sequence's next token; preempts the newest, at last itself (then False)."""
+        if self.blocks.pages_for(len(sequence.token_ids)) <= len(sequence.page_ids):
+            return True
+        while self.blocks.num_available == 0:
+            victim = self.running[-1]
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        sequence.page_ids += self.blocks.allocate(1)
+        return True
+
+    def _plan_prefill(self, plan: StepPlan, sequence: Sequence, budget: int) -> int:
+        num_tokens = min(sequence.num_uncomputed, budget)
+        plan.prefill.append(ScheduledRow(sequence, num_tokens))
+        return num_tokens
+
+    def _start_next(self) -> Sequence | None:
+        """Move the first waiting sequence to running if there is room for all its tokens, with what the cache has of them."""
+        while self._waiting and self._waiting[0].state is State.FINISHED:
+            self._waiting.popleft()
+        if not self._waiting or len(self.running) >= self._max_sequences:
+            return None
+        sequence = self._waiting[0]
+        entries = self.blocks.match(sequence.token_ids, sequence.request.cache_salt)
+        self.blocks.acquire([entry.page_id for entry in entries])
+        missing = self.blocks.pages_for(len(sequence.token_ids)) - len(entries)
+        if missing > self.blocks.num_available:
+            self.blocks.release([entry.page_id for entry in entries])
+            return None
+        self._waiting.popleft()
+        self.num_waiting -= 1
+        sequence.state = State.RUNNING
+        sequence.entries = entries
+        sequence.page_ids = [entry.page_id for entry in entries] + self.blocks.allocate(missing)
+        sequence.num_computed = len(entries) * self.blocks.page_size
+        if sequence.num_cached is None:
+            sequence.num_cached = sequence.num_computed
+        bisect.insort(self.running, sequence, key=lambda other: other.arrival)
+        return sequence
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self._release(sequence)
+        sequence.state = State.WAITING
+        self._waiting.appendleft(sequence)
+        self.num_waiting += 1
+        self.num_preemptions += 1
+
+    def _release(self, sequence: Sequence) -> None:
+        self.blocks.release(sequence.page_ids)
+        sequence.page_ids, sequence.entries, sequence.num_computed = [], [], 0
+
+    @staticmethod
+    def _is_due(sequence: Sequence, now: float) -> bool:
+        request = sequence.request
+        if request.deadline is not None and request.deadline <= now:
+            return True
+        return not sequence.has_started and request.queue_deadline is not None and request.queue_deadline <= now

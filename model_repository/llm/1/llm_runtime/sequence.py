@@ -1,0 +1,48 @@
+"""One request on its way: its tokens, its pages, and how far it has got. Tokens live here and nowhere else."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from llm_runtime.block_manager import PrefixEntry
+from llm_runtime.types import FinishReason, GenerationRequest
+
+
+class State(Enum):
+    WAITING = "waiting"  # not started, or preempted
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class Sequence:
+    """`token_ids` are prompt and output; the first `num_computed` of them have keys and values in `page_ids`.
+
+    tokens     |---- prompt ----|---- output ----|
+    computed   |--------- num_computed ------|
+    entries    |page|page|page|                    full computed pages, in the prefix cache
+    """
+
+    def __init__(self, request: GenerationRequest, arrival: int) -> None:
+        self.request = request
+        self.arrival = arrival
+        self.state = State.WAITING
+        self.finish_reason: FinishReason | None = None
+        self.token_ids = list(request.prompt_ids)
+        self.num_prompt = len(request.prompt_ids)
+        self.num_computed = 0
+        self.num_cached: int | None = None  # prompt tokens found in the prefix cache when first started
+        self.page_ids: list[int] = []
+        self.entries: list[PrefixEntry] = []
+
+    @property
+    def num_output(self) -> int:
+        return len(self.token_ids) - self.num_prompt
+
+    @property
+    def num_uncomputed(self) -> int:
+        """At least 1 while it runs: the newest token is always still to be run."""
+        return len(self.token_ids) - self.num_computed
+
+    @property
+    def has_started(self) -> bool:
+        return self.num_cached is not None
