@@ -6,7 +6,9 @@ block's largest weights a little may serve its other weights better. Both need o
 H = X'X: rounding W to Q costs tr((W - Q) H (W - Q)').
 """
 
-from typing import TYPE_CHECKING
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -15,6 +17,76 @@ if TYPE_CHECKING:
 _SHRINKS = (1.0, 0.96, 0.92, 0.88, 0.84, 0.8, 0.76, 0.72, 0.68, 0.64)
 # Added to H's diagonal, as a part of its mean: H comes from few tokens, and may not be invertible.
 _DAMPING = 0.01
+# Columns rounded one by one before the others hear of their errors, all at once: few enough to stay in the cache.
+_RUN = 16
+
+
+def round_layers(
+    model: Any,
+    batch: "torch.Tensor",
+    groups: Sequence[Sequence[str]],
+    block_size: int,
+    progress: Callable[[float], None] = lambda fraction: None,
+) -> None:
+    """Rounds the linear layers of a model that modelopt simulates, in place, one decoder layer after another.
+
+    batch: int64 [n, tokens], run through the model once; each layer sees what the rounded ones before it give. groups: names,
+    within a decoder layer, of all quantized linears; those of one group share their input, with its scale. Afterwards weights
+    are whole multiples of their scales, which the quantizers hold, so that modelopt's own rounding leaves them as they are.
+    """
+    import torch
+
+    layers = model.model.layers
+    handles = []
+    for index, layer in enumerate(layers):
+        rounder = _LayerRounder(layer, groups, block_size)
+        handles += rounder.handles
+
+        def finish(layer: Any, args: Any, kwargs: Any, _: Any, rounder: _LayerRounder = rounder, index: int = index) -> Any:
+            rounder.round()
+            progress((index + 1) / len(layers))
+            # The first output came from unrounded weights. Hooks do not run again on `forward`.
+            return layer.forward(*args, **kwargs)
+
+        handles.append(layer.register_forward_hook(finish, with_kwargs=True))
+    try:
+        with torch.no_grad():
+            model.model(batch, use_cache=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _LayerRounder:
+    """The second moments of the inputs of one decoder layer's linears, from when the layer runs until it is rounded."""
+
+    def __init__(self, layer: Any, groups: Sequence[Sequence[str]], block_size: int) -> None:
+        self._groups = [[layer.get_submodule(name) for name in names] for names in groups]
+        self._block_size = block_size
+        self._moments: dict[int, torch.Tensor] = {}
+        self.handles = [
+            linears[0].register_forward_pre_hook(lambda linear, args, i=i: self._see(i, linear, args[0]))
+            for i, linears in enumerate(self._groups)
+        ]
+
+    def _see(self, group: int, linear: Any, inputs: "torch.Tensor") -> None:
+        # The input quantizer holds AWQ's scale, and rounds nothing.
+        scaled = linear.input_quantizer(inputs).flatten(0, -2).float()
+        self._moments[group] = scaled.T @ scaled
+
+    def round(self) -> None:
+        import torch
+
+        for handle in self.handles:
+            handle.remove()
+        for i, linears in enumerate(self._groups):
+            sizes = [linear.weight.shape[0] for linear in linears]
+            weight = torch.cat([linear.weight.detach() for linear in linears])
+            rounded, scales = round_weight(weight, self._moments.pop(i), self._block_size)
+            for linear, values, scale in zip(linears, rounded.split(sizes), scales.split(sizes), strict=True):
+                linear.weight.data = values.clone()
+                quantizer = linear.weight_quantizer
+                quantizer.amax = (scale * quantizer.maxbound).reshape(quantizer.amax.shape)
 
 
 def round_weight(weight: "torch.Tensor", moments: "torch.Tensor", block_size: int) -> "tuple[torch.Tensor, torch.Tensor]":
@@ -35,21 +107,44 @@ def round_weight(weight: "torch.Tensor", moments: "torch.Tensor", block_size: in
     # By column of the weight, so that each step works on contiguous memory.
     left = weight.T.contiguous()
     rounded = torch.empty_like(left)
+    errors = torch.empty_like(left)
     scales = torch.empty(num_in // block_size, weight.shape[0])
     for start in range(0, num_in, block_size):
         end = start + block_size
-        block = left[start:end]
-        scale = _best_scale(block, moments[start:end, start:end])
-        errors = torch.empty_like(block)
-        for i in range(block_size):
-            column = block[i]
-            near = torch.round(column / scale).clamp_(-8, 7).mul_(scale)
-            rounded[start + i] = near
-            errors[i] = (column - near) / factor[start + i, start + i]
-            block[i + 1 :].addr_(factor[start + i, start + i + 1 : end], errors[i], alpha=-1)
-        left[end:].addmm_(factor[start:end, end:].T, errors, alpha=-1)
+        scale = _best_scale(left[start:end], moments[start:end, start:end])
         scales[start // block_size] = scale
+        for first in range(start, end, _RUN):
+            last = first + _RUN
+            with _one_thread():
+                _round_run(left[first:last], scale, factor[first:last, first:last], rounded[first:last], errors[first:last])
+            left[last:end].addmm_(factor[first:last, last:end].T, errors[first:last], alpha=-1)
+        left[end:].addmm_(factor[start:end, end:].T, errors[start:end], alpha=-1)
     return rounded.T.contiguous(), scales.T.contiguous()
+
+
+def _round_run(
+    left: "torch.Tensor", scale: "torch.Tensor", factor: "torch.Tensor", rounded: "torch.Tensor", errors: "torch.Tensor"
+) -> None:
+    """Rounds a run of columns, each with its error passed on to those after it. All but `factor` and `scale`: [run, out]."""
+    import torch
+
+    for i, column in enumerate(left):
+        torch.div(column, scale, out=rounded[i]).round_().clamp_(-8, 7).mul_(scale)
+        torch.sub(column, rounded[i], out=errors[i]).div_(factor[i, i])
+        left[i + 1 :].addr_(factor[i, i + 1 :], errors[i], alpha=-1)
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Steps this small are done before a second thread has woken, and on a busy machine wait for it all the longer."""
+    import torch
+
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 def _best_scale(block: "torch.Tensor", moments: "torch.Tensor") -> "torch.Tensor":
