@@ -36,7 +36,13 @@ def test_an_unknown_parameter_names_the_nearest():
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("max_sequences", "0"), ("max_sequences", "many"), ("kv_cache_memory_mb", "-1"), ("attention", "flash"), ("prefix_caching", "maybe")],
+    [
+        ("max_sequences", "0"),
+        ("max_sequences", "many"),
+        ("kv_cache_memory_mb", "-1"),
+        ("attention", "flash"),
+        ("prefix_caching", "maybe"),
+    ],
 )
 def test_a_bad_value_names_key_value_and_meaning(key, value):
     with pytest.raises(ConfigError) as refused:
@@ -75,7 +81,9 @@ def test_the_pool_is_sized_from_memory_and_bounds_the_context():
 
 def test_a_pool_too_small_for_the_context_asked_for_names_sizes_and_knobs():
     manifest = make_manifest(num_layers=2, num_kv_heads=2, head_dim=64, page_size=16, max_context=4096)
-    with pytest.raises(ConfigError, match=r"max_context 4096 tokens does not fit .* 512 tokens; set kv_cache_memory_mb to 8 or more"):
+    with pytest.raises(
+        ConfigError, match=r"max_context 4096 tokens does not fit .* 512 tokens; set kv_cache_memory_mb to 8 or more"
+    ):
         size_cache(Parameters(engine_dir="x", kv_cache_memory_mb=1, max_context=4096), manifest)
 
 

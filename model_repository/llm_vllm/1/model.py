@@ -1,7 +1,7 @@
 """Passes unbatched requests in the vLLM backend's format on to `llm` (Triton's business logic scripting).
 
-A request is forwarded on a thread of its own, response by response. This Triton cannot cancel a forwarded request, so when a
-client leaves, one more request with the same id and `stop` set tells `llm` to end it.
+A request is forwarded on a thread of its own, response by response. A forwarded request cannot be cancelled by itself, so when
+a client leaves, one more request tells `llm` to end the one with that id.
 """
 
 import json
@@ -28,7 +28,7 @@ class TritonPythonModel:
         self.pool = ThreadPoolExecutor(int(parameters["max_forwarded"]), thread_name_prefix="forward")
         self.live = {}  # id of the forwarded request -> response sender of the client's
         self.closing = threading.Event()
-        self.watcher = threading.Thread(target=self._stop_left, daemon=True)
+        self.watcher = threading.Thread(target=self._cancel_left, daemon=True)
         self.watcher.start()
 
     def execute(self, requests):
@@ -65,22 +65,23 @@ class TritonPythonModel:
             reason = next((tensor.as_numpy()[0] for tensor in tensors if tensor.name() == "finish_reason"), b"")
             sender.send(pb_utils.InferenceResponse(tensors), flags=FINAL if reason else 0)
 
-    def _request(self, request_id, arrays, timeout_us=0):
-        inputs = [pb_utils.Tensor(name, array.reshape(1, -1)) for name, array in arrays.items()]
+    def _request(self, request_id, arrays, timeout_us=0, parameters=None):
         return pb_utils.InferenceRequest(
             model_name=self.target,
             request_id=request_id,
-            inputs=inputs,
+            inputs=[pb_utils.Tensor(name, array.reshape(1, -1)) for name, array in arrays.items()],
             requested_output_names=self.outputs,
             timeout=timeout_us,
+            parameters=parameters or {},
         )
 
-    def _stop_left(self):
+    def _cancel_left(self):
         while not self.closing.is_set():
             for forwarded_id, sender in list(self.live.items()):
                 if sender.is_cancelled():
-                    for _ in self._request(forwarded_id, {"stop": np.array([True])}).exec(decoupled=True):
-                        pass
+                    nothing = {"text_input": np.array([b"-"], np.object_)}
+                    cancel = self._request("", nothing, parameters={"cancel_request_id": forwarded_id})
+                    list(cancel.exec(decoupled=True))
             time.sleep(POLL_SECONDS)
 
 

@@ -117,7 +117,6 @@ FIELDS: dict[str, Field] = {
     "length_penalty": _neutral(1.0, 0.0),
     "seed": _integer(0, UINT64_MAX),
     "random_seed": _integer(0, UINT64_MAX),
-    "stop": BOOLEAN,
     "stream": BOOLEAN,
     "exclude_input_in_output": BOOLEAN,
     "return_log_probs": BOOLEAN,

@@ -83,8 +83,8 @@ class Scheduler:
         for sequence in self.running:
             if sequence.num_uncomputed > 1 and budget > 0:
                 budget -= self._plan_prefill(plan, sequence, budget)
-        while budget > 0 and (sequence := self._start_next()) is not None:
-            budget -= self._plan_prefill(plan, sequence, budget)
+        while budget > 0 and (started := self._start_next()) is not None:
+            budget -= self._plan_prefill(plan, started, budget)
         return plan
 
     def apply(self, row: ScheduledRow) -> None:

@@ -101,11 +101,9 @@ def internal_error(message: str) -> Any:
     return _error(message, pb_utils.TritonError.INTERNAL)
 
 
-def stopped() -> Any:
-    """The answer to a request that asked to end others."""
-    return pb_utils.InferenceResponse(
-        [pb_utils.Tensor("text_output", _strings("")), pb_utils.Tensor("finish_reason", _strings("cancelled"))]
-    )
+def empty_response() -> Any:
+    """The response to a request that generates nothing."""
+    return pb_utils.InferenceResponse([pb_utils.Tensor("text_output", _strings(""))])
 
 
 def failure(output: SequenceOutput) -> Any:

@@ -25,6 +25,10 @@ from llm_runtime.worker import Worker
 
 log = logging.getLogger(__name__)
 
+# A request with this parameter generates nothing: it ends the live requests whose id is its value. It is how a model
+# that forwards requests (llm_vllm) cancels one, which business logic scripting itself cannot.
+CANCEL_PARAMETER = "cancel_request_id"
+
 
 class Service:
     """One instance of the model, from load to unload.
@@ -85,27 +89,24 @@ class Service:
         self._engine.executor.close()
 
     def _open(self, request: Any, sender: Any, now: float) -> list[ParsedRequest]:
-        """The rows of a request, each with a stream that waits for its outputs; none for a request to stop others."""
-        rows = codec.read_tensors(request)
-        if any(row.get("stop") for row in rows):
-            self._stop_others(request, sender)
+        """The rows of a request, each with a stream that waits for its outputs; none for a request to cancel others."""
+        parameters = codec.read_parameters(request)
+        if (cancelled_id := parameters.get(CANCEL_PARAMETER)) is not None:
+            self._cancel_others(str(cancelled_id), sender)
             return []
-        parsed_rows = self._parse(request, rows, now)
+        parsed_rows = self._parse(request, parameters, now)
         replies = RequestReplies(sender, len(parsed_rows))
         for parsed in parsed_rows:
             self._sender.open(parsed.generation.request_id, Stream(replies, parsed.reply, request.request_id()))
         return parsed_rows
 
-    def _stop_others(self, request: Any, sender: Any) -> None:
-        client_id = request.request_id()
-        if not client_id:
-            raise RequestError("stop: got true with no request id; allowed: the id of the request to end")
-        for request_id in self._sender.live_ids(client_id):
+    def _cancel_others(self, client_request_id: str, sender: Any) -> None:
+        for request_id in self._sender.live_ids(client_request_id):
             self._worker.cancel(request_id)
-        sender.send(codec.stopped(), flags=FINAL)
+        sender.send(codec.empty_response(), flags=FINAL)
 
-    def _parse(self, request: Any, rows: list[dict[str, Any]], now: float) -> list[ParsedRequest]:
-        parameters = codec.read_parameters(request)
+    def _parse(self, request: Any, parameters: dict[str, Any], now: float) -> list[ParsedRequest]:
+        rows = codec.read_tensors(request)
         timeout_us = request.timeout()
         parsed = [
             self._parser.parse(f"{next(self._ids)}", index, row, parameters, timeout_us, now) for index, row in enumerate(rows)
