@@ -1,0 +1,71 @@
+"""An executor that can be computed by hand, and that reads its context only through the pages.
+
+It stores token ids in its pages. The next token is a function of the whole context read back through the page table, so a
+wrong page, a stale one, or a false prefix hit changes the output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from llm_runtime.errors import EngineError
+from llm_runtime.executors.base import Row
+from numpy.typing import NDArray
+
+VOCAB = 97
+EMPTY = -1
+
+
+def next_token(context: Sequence[int]) -> int:
+    """The likeliest token after `context`: never 0 or 1, which tests use as end of sequence and as padding."""
+    value = 7
+    for token in context:
+        value = (value * 31 + token + 1) % 1_000_003
+    return 2 + value % (VOCAB - 2)
+
+
+def expected_output(prompt: Sequence[int], count: int) -> list[int]:
+    """What greedy decoding gives, computed without engine, pages or batches."""
+    context = list(prompt)
+    for _ in range(count):
+        context.append(next_token(context))
+    return context[len(prompt) :]
+
+
+class FakeExecutor:
+    """See llm_runtime.executors.base.Executor. `calls` logs the rows of every call; call number `fail_at` raises."""
+
+    def __init__(self, num_pages: int = 32, page_size: int = 4, fail_at: int | None = None) -> None:
+        self.num_pages, self.page_size, self.vocab_size = num_pages, page_size, VOCAB
+        self.pool = np.full((num_pages, page_size), EMPTY, np.int64)
+        self.calls: list[list[Row]] = []
+        self._fail_at = fail_at
+
+    def execute(self, rows: Sequence[Row]) -> NDArray[np.float32]:
+        self.calls.append(list(rows))
+        if len(self.calls) - 1 == self._fail_at:
+            raise EngineError("the fake device caught fire")
+        logits = [self._run(row) for row in rows]
+        return np.concatenate([part for part in logits if len(part)] or [np.zeros((0, VOCAB), np.float32)])
+
+    def copy_page(self, source: int, target: int) -> None:
+        self.pool[target] = self.pool[source]
+
+    def close(self) -> None:
+        pass
+
+    def _run(self, row: Row) -> NDArray[np.float32]:
+        logits = np.zeros((row.num_logits, VOCAB), np.float32)
+        for offset, token in enumerate(row.token_ids):
+            position = row.past_length + offset
+            self.pool[row.page_ids[position // self.page_size], position % self.page_size] = token
+            wanted = offset - (len(row.token_ids) - row.num_logits)
+            if wanted >= 0:
+                logits[wanted, next_token(self._context(row, position + 1))] = 10.0
+        return logits
+
+    def _context(self, row: Row, length: int) -> list[int]:
+        pages = self.pool[list(row.page_ids)].reshape(-1)[:length].tolist()
+        assert EMPTY not in pages, "a row reads a slot that was never written"
+        return pages
