@@ -14,6 +14,7 @@ what is stored (the parent entry itself and the token ids): a collision of hashe
 from __future__ import annotations
 
 import hashlib
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,10 +28,11 @@ def blake2b(data: bytes) -> bytes:
     return hashlib.blake2b(data, digest_size=32).digest()
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class PrefixEntry:
     """A page's place in the prefix cache: the root of a salt (page -1), or a full page after `parent`."""
 
+    __slots__ = ("__weakref__", "digest", "page_id", "parent", "token_ids")
     digest: bytes
     parent: PrefixEntry | None
     token_ids: tuple[int, ...]
@@ -52,7 +54,8 @@ class BlockManager:
         self._cached: OrderedDict[int, None] = OrderedDict()  # unreferenced pages with an entry, least recently used first
         self._entries: dict[int, PrefixEntry] = {}  # by page id
         self._index: dict[bytes, PrefixEntry] = {}
-        self._roots: dict[str, PrefixEntry] = {}
+        # A root lives as long as a sequence or a known page hangs on it: clients may send a new salt with every request.
+        self._roots: weakref.WeakValueDictionary[str, PrefixEntry] = weakref.WeakValueDictionary()
         self.num_evictions = 0
 
     @property
@@ -77,9 +80,12 @@ class BlockManager:
 
     def root(self, salt: str) -> PrefixEntry:
         """Where the chains of a salt start."""
-        if salt not in self._roots:
-            self._roots[salt] = PrefixEntry(self._hash(b"salt:" + salt.encode()), None, (), -1)
-        return self._roots[salt]
+        root = self._roots.get(salt)
+        if root is None:
+            # JSON can hold lone surrogates, which plain UTF-8 refuses.
+            root = PrefixEntry(self._hash(b"salt:" + salt.encode("utf-8", "surrogatepass")), None, (), -1)
+            self._roots[salt] = root
+        return root
 
     def match(self, token_ids: Sequence[int], salt: str) -> list[PrefixEntry]:
         """Entries of the longest known prefix in whole pages, at least one token short of `token_ids` (its logits are needed).
@@ -143,6 +149,11 @@ class BlockManager:
         self._index[digest] = entry
         self._entries[page_id] = entry
         return entry
+
+    def forget_all(self) -> None:
+        """Make no page a hit any more, as when the pool's contents are lost."""
+        for entry in list(self._entries.values()):
+            self._forget(entry)
 
     def check_invariants(self) -> None:
         """For tests: raises AssertionError when the books do not balance."""

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 
 from llm_runtime.block_manager import BlockManager
 from llm_runtime.detokenizer import Detokenizer, StopMatcher
-from llm_runtime.errors import RequestError
+from llm_runtime.errors import EngineError, RequestError
 from llm_runtime.executors.base import Executor, Row
 from llm_runtime.metrics import Stats
 from llm_runtime.sampler import Choice, SamplerState, choose
@@ -54,20 +54,24 @@ class Engine:
         self._tokenizer = tokenizer
         self.blocks = BlockManager(executor.num_pages, executor.page_size, prefix_caching=config.prefix_caching)
         self.scheduler = Scheduler(self.blocks, config.max_sequences, config.max_step_tokens, config.prefill_chunk_tokens)
+        # Never more than the pool holds, or a sequence alone in it could wait for pages for ever.
+        self.max_context = min(config.max_context, executor.num_pages * executor.page_size)
         self._live: dict[str, LiveSequence] = {}
-        self._ended: list[SequenceOutput] = []  # since the last step
+        self._outputs: list[SequenceOutput] = []  # owed to the caller; kept here so that a step that fails loses none
         self._arrivals = 0
         self._update_gauges()
 
     @property
     def has_work(self) -> bool:
-        return bool(self._live or self._ended)
+        return bool(self._live or self._outputs)
 
     def add(self, request: GenerationRequest) -> None:
-        """Queue a request. Raises RequestError when its prompt cannot fit."""
-        longest = min(self.config.max_context, self.blocks.num_pages * self.blocks.page_size) - 1
+        """Queue a request. Raises RequestError when its prompt cannot fit, or its id is that of a live request."""
+        longest = self.max_context - 1
         if not 0 < len(request.prompt_ids) <= longest:
             raise RequestError(f"prompt: got {len(request.prompt_ids)} tokens; allowed: 1 to {longest}")
+        if request.request_id in self._live:
+            raise RequestError(f"request_id: got {request.request_id!r}, which is live; allowed: one of its own")
         sequence = Sequence(request, self._arrivals)
         self._arrivals += 1
         self._live[request.request_id] = LiveSequence(sequence, self._tokenizer, self.config.end_ids)
@@ -79,43 +83,48 @@ class Engine:
         live = self._live.get(request_id)
         if live is not None:
             self.scheduler.finish(live.sequence, FinishReason.CANCELLED)
-            self._ended.append(self._final_output(live))
+            self._outputs.append(self._final_output(live))
             self._update_gauges()
 
     def step(self, now: float) -> list[SequenceOutput]:
         """Run one step. Raises EngineError when the executor fails; `fail_all` then has the outputs that are owed."""
-        outputs = self._take_ended()
         for sequence in self.scheduler.expire(now):
-            outputs.append(self._final_output(self._live[sequence.request.request_id]))
+            self._outputs.append(self._final_output(self._live[sequence.request.request_id]))
         plan = self.scheduler.schedule()
         if plan.rows:
-            outputs += self._run(plan)
+            self._run(plan)
         self._update_gauges()
-        return outputs
+        return self._take_outputs()
 
     def fail_all(self, message: str) -> list[SequenceOutput]:
-        """End every live request with an error."""
-        outputs = self._take_ended()
+        """End every live request with an error, and forget all cached prefixes: a device that failed may have lost them."""
         for live in list(self._live.values()):
             self.scheduler.finish(live.sequence, FinishReason.ERROR)
-            outputs.append(self._final_output(live, error=message))
+            self._outputs.append(self._final_output(live, error=message))
+        self.blocks.forget_all()
         self._update_gauges()
+        return self._take_outputs()
+
+    def _take_outputs(self) -> list[SequenceOutput]:
+        outputs, self._outputs = self._outputs, []
         return outputs
 
-    def _take_ended(self) -> list[SequenceOutput]:
-        ended, self._ended = self._ended, []
-        return ended
-
-    def _run(self, plan: StepPlan) -> list[SequenceOutput]:
+    def _run(self, plan: StepPlan) -> None:
         rows = plan.rows
-        logits = self.executor.execute([_executor_row(row) for row in rows])
+        try:
+            logits = self.executor.execute([_executor_row(row) for row in rows])
+        except EngineError:
+            raise
+        except Exception as error:
+            raise EngineError(f"the executor failed on {len(rows)} rows: {error}") from error
         self._count_step(plan)
         # Which rows reach their newest token has to be known before `apply` moves them on.
         choosing = [self._live[row.sequence.request.request_id] for row in rows if row.is_last_chunk]
         for row in rows:
             self.scheduler.apply(row)
         choices = choose(logits, [live.sampler for live in choosing], [live.sequence.token_ids for live in choosing])
-        return [self._accept(live, choice) for live, choice in zip(choosing, choices, strict=True)]
+        for live, choice in zip(choosing, choices, strict=True):
+            self._outputs.append(self._accept(live, choice))
 
     def _accept(self, live: LiveSequence, choice: Choice) -> SequenceOutput:
         """Append a chosen token to its sequence; end the sequence where that is due."""
@@ -145,7 +154,7 @@ class Engine:
             text = live.stops.push(text)
             if live.stops.stopped:
                 return FinishReason.STOP, text
-        if num_output >= params.max_tokens or len(live.sequence.token_ids) >= self.config.max_context:
+        if num_output >= params.max_tokens or len(live.sequence.token_ids) >= self.max_context:
             text += live.stops.push(live.detokenizer.finish())
             return (FinishReason.STOP if live.stops.stopped else FinishReason.LENGTH), text + live.stops.finish()
         return None, text
@@ -164,9 +173,8 @@ class Engine:
         output = self._output(live)
         output.error = error
         if live.sequence.finish_reason is FinishReason.TIMEOUT:
-            request = live.sequence.request
             output.text = live.stops.push(live.detokenizer.finish()) + live.stops.finish()
-            output.queue_timed_out = not live.sequence.has_started and request.queue_deadline is not None
+            output.queue_timed_out = not live.sequence.has_started
         self._close(live, output)
         return output
 
@@ -183,11 +191,9 @@ class Engine:
         stats.decode_batch_size = len(plan.decode)
         if plan.prefill:
             stats.prefill_batch_size = len(plan.prefill)
-        for row in plan.prefill:
-            sequence = row.sequence
-            if sequence.num_output == 0 and sequence.num_computed == sequence.num_cached:
-                stats.prompt_tokens += sequence.num_prompt
-                stats.prefix_hit_tokens += sequence.num_cached
+        for sequence in plan.started:
+            stats.prompt_tokens += sequence.num_prompt
+            stats.prefix_hit_tokens += sequence.num_cached or 0
 
     def _update_gauges(self) -> None:
         stats, blocks = self.stats, self.blocks

@@ -69,14 +69,19 @@ class SamplerState:
         for banned in p.bad_token_sequences:
             head = banned[:-1]
             if len(head) <= len(token_ids) and tuple(token_ids[len(token_ids) - len(head) :]) == head:
-                logits[banned[-1]] = -np.inf
+                _ban(logits, banned[-1:])
         if len(self.output_ids) < p.min_tokens:
-            logits[list(self.end_ids)] = -np.inf
+            _ban(logits, self.end_ids)
 
     def uniform(self) -> float:
         """The draw for the next output token: a function of the seed and the token's number alone, so that neither batching
         nor a preemption changes it (Philox, Salmon et al., SC 2011)."""
         return np.random.Generator(np.random.Philox(key=self._seed, counter=len(self.output_ids))).random()
+
+
+def _ban(logits: Floats, token_ids: Sequence[int]) -> None:
+    """Ids that the model does not have (an end_id is any number that a client sends) are banned already."""
+    logits[[token_id for token_id in token_ids if token_id < len(logits)]] = -np.inf
 
 
 def choose(logits: Floats, states: Sequence[SamplerState], token_ids: Sequence[Sequence[int]]) -> list[Choice]:
@@ -90,11 +95,11 @@ def choose(logits: Floats, states: Sequence[SamplerState], token_ids: Sequence[S
 
 def _plain(row: Floats, best: int) -> Choice:
     # argmax stops at a NaN, so looking at its result suffices.
-    return _broken(row) if np.isnan(row[best]) else Choice(best)
+    return Choice(best) if row[best] < np.inf else _broken(row)
 
 
 def _choose_row(row: Floats, state: SamplerState, token_ids: Sequence[int]) -> Choice:
-    if np.isnan(row).any():
+    if not row.max() < np.inf:
         return _broken(row)
     adjusted = row
     if state.changes_logits:
@@ -107,13 +112,15 @@ def _choose_row(row: Floats, state: SamplerState, token_ids: Sequence[int]) -> C
 
 
 def _broken(row: Floats) -> Choice:
-    return Choice(error=f"the model gave {int(np.isnan(row).sum())} logits that are not numbers")
+    return Choice(error=f"the model gave {int((~(row < np.inf)).sum())} logits that are NaN or infinite")
 
 
 def sample(logits: Floats, params: SamplingParams, uniform: float) -> int:
     """Draw from softmax(logits / temperature) after top-k, top-p and min-p. logits: float32 [vocab]; uniform: in [0, 1)."""
-    scaled = logits.astype(np.float64) / params.temperature
+    scaled = logits.astype(np.float64)
     scaled -= scaled.max()
+    with np.errstate(over="ignore"):  # a tiny temperature leaves the likeliest alone, at 0; the others go to -inf
+        scaled /= params.temperature
     candidates = _candidates(scaled, params)
     weights = np.exp(scaled if candidates is None else scaled[candidates])
     cumulative = np.cumsum(weights)

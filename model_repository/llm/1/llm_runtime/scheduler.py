@@ -37,6 +37,7 @@ class ScheduledRow:
 class StepPlan:
     decode: list[ScheduledRow] = field(default_factory=list)
     prefill: list[ScheduledRow] = field(default_factory=list)
+    started: list[Sequence] = field(default_factory=list)  # for the first time, so not those that were preempted
 
     @property
     def rows(self) -> list[ScheduledRow]:
@@ -48,21 +49,23 @@ class Scheduler:
 
     def __init__(self, blocks: BlockManager, max_sequences: int, max_step_tokens: int, prefill_chunk_tokens: int) -> None:
         self.blocks = blocks
-        self._max_sequences = max_sequences
+        # So that every running sequence has a token in every step: none is starved by those before it.
+        self._max_sequences = min(max_sequences, max_step_tokens)
         self._max_step_tokens = max_step_tokens
         self._prefill_chunk_tokens = prefill_chunk_tokens
         self.running: list[Sequence] = []
         self._waiting: deque[Sequence] = deque()  # may hold finished ones, skipped when met
-        self._deadlines: list[tuple[float, int, Sequence]] = []  # heap; of all that ever waited, dropped when due
+        self._deadlines: list[tuple[float, int, Sequence]] = []  # heap; may hold finished ones, see _add_deadline
+        self._num_deadlines = 0  # ever pushed: breaks ties in the heap, where sequences cannot be compared
         self.num_waiting = 0
         self.num_preemptions = 0
 
     def add(self, sequence: Sequence) -> None:
         self._waiting.append(sequence)
         self.num_waiting += 1
-        limits = [t for t in (sequence.request.queue_deadline, sequence.request.deadline) if t is not None]
-        for limit in limits:
-            heapq.heappush(self._deadlines, (limit, sequence.arrival, sequence))
+        for limit in (sequence.request.queue_deadline, sequence.request.deadline):
+            if limit is not None:
+                self._add_deadline(limit, sequence)
 
     def expire(self, now: float) -> list[Sequence]:
         """End what is past its time: those that wait past either deadline, and those that run past the second."""
@@ -83,7 +86,7 @@ class Scheduler:
         for sequence in self.running:
             if sequence.num_uncomputed > 1 and budget > 0:
                 budget -= self._plan_prefill(plan, sequence, budget)
-        while budget > 0 and (started := self._start_next()) is not None:
+        while budget > 0 and (started := self._start_next(plan)) is not None:
             budget -= self._plan_prefill(plan, started, budget)
         return plan
 
@@ -134,7 +137,7 @@ class Scheduler:
         plan.prefill.append(ScheduledRow(sequence, num_tokens))
         return num_tokens
 
-    def _start_next(self) -> Sequence | None:
+    def _start_next(self, plan: StepPlan) -> Sequence | None:
         """Move the first waiting sequence to running if there is room for all its tokens, with what the cache has of them."""
         while self._waiting and self._waiting[0].state is State.FINISHED:
             self._waiting.popleft()
@@ -155,6 +158,7 @@ class Scheduler:
         sequence.num_computed = len(entries) * self.blocks.page_size
         if sequence.num_cached is None:
             sequence.num_cached = sequence.num_computed
+            plan.started.append(sequence)
         bisect.insort(self.running, sequence, key=lambda other: other.arrival)
         return sequence
 
@@ -169,6 +173,15 @@ class Scheduler:
     def _release(self, sequence: Sequence) -> None:
         self.blocks.release(sequence.page_ids)
         sequence.page_ids, sequence.entries, sequence.num_computed = [], [], 0
+
+    def _add_deadline(self, limit: float, sequence: Sequence) -> None:
+        """Ended sequences leave the heap when they are due, or here, once they are most of it: a far deadline must not keep
+        the tokens of all that came and went before it."""
+        self._num_deadlines += 1
+        heapq.heappush(self._deadlines, (limit, self._num_deadlines, sequence))
+        if len(self._deadlines) > 64 + 4 * (self.num_waiting + len(self.running)):
+            self._deadlines = [entry for entry in self._deadlines if entry[2].state is not State.FINISHED]
+            heapq.heapify(self._deadlines)
 
     @staticmethod
     def _is_due(sequence: Sequence, now: float) -> bool:
