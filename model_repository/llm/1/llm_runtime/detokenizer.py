@@ -13,6 +13,11 @@ from tokenizers import Tokenizer
 REPLACEMENT = "\ufffd"
 # Tokens of the prompt to decode with: decoders treat a text's first token in a way of its own (a space dropped, say).
 CONTEXT_TOKENS = 4
+MAX_CONTEXT_TOKENS = 16
+# Tokens held back for a character that does not get complete. Three can be on their way to one of four bytes; a model that
+# gives nothing but broken bytes must not have all of them decoded again with every new one.
+MAX_HELD_TOKENS = 16
+TOKENS_TO_COME = 3
 
 
 class Detokenizer:
@@ -20,7 +25,7 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
-        self._ids = list(prompt_ids[-CONTEXT_TOKENS:])
+        self._ids = _context(tokenizer, prompt_ids)
         self._start = 0  # of the window
         self._shown = len(self._ids)  # tokens whose text was returned
 
@@ -29,7 +34,7 @@ class Detokenizer:
         self._ids.append(token_id)
         text = self._new_text()
         if text.endswith(REPLACEMENT):
-            return ""
+            return self._show_broken() if len(self._ids) - self._shown > MAX_HELD_TOKENS else ""
         if text:  # a special token has no text, and would be a bad start of the window
             self._start = self._shown
         self._shown = len(self._ids)
@@ -45,9 +50,26 @@ class Detokenizer:
         self._start = self._shown = len(self._ids)
         return text
 
-    def _new_text(self) -> str:
+    def _show_broken(self) -> str:
+        """Show what is held as the broken characters it is, but for the newest tokens, which may yet become one."""
+        end = len(self._ids) - TOKENS_TO_COME
+        text = self._new_text(end)
+        self._start, self._shown = self._shown, end
+        return text
+
+    def _new_text(self, end: int | None = None) -> str:
         before = self._tokenizer.decode(self._ids[self._start : self._shown], skip_special_tokens=True)
-        return self._tokenizer.decode(self._ids[self._start :], skip_special_tokens=True)[len(before) :]
+        return self._tokenizer.decode(self._ids[self._start : end], skip_special_tokens=True)[len(before) :]
+
+
+def _context(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> list[int]:
+    """The end of the prompt that starts with a whole character: of a run of byte tokens that starts inside one, decoders with
+    byte fallback make nothing but replacement characters, the generated ones too."""
+    for count in range(CONTEXT_TOKENS, MAX_CONTEXT_TOKENS + 1):
+        context = list(prompt_ids[-count:])
+        if REPLACEMENT not in tokenizer.decode(context, skip_special_tokens=True):
+            return context
+    return list(prompt_ids[-CONTEXT_TOKENS:])
 
 
 class StopMatcher:
