@@ -10,6 +10,7 @@ import io
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
+from logging import ERROR, getLogger
 from pathlib import Path
 from typing import Any
 
@@ -158,11 +159,15 @@ def quiet_libraries() -> Iterator[None]:
     verbosity, had_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    modelopt = getLogger("modelopt")
+    level = modelopt.level
+    modelopt.setLevel(ERROR)
     try:
         with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
+        modelopt.setLevel(level)
         logging.set_verbosity(verbosity)
         if had_bars:
             logging.enable_progress_bar()

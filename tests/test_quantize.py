@@ -326,3 +326,10 @@ class TestCalibration:
         assert "cannot be read" in refused(lambda: calibration.read_text(tmp_path / "none.txt"))
         (tmp_path / "latin.txt").write_bytes(b"\xe9\xe8")
         assert "UTF-8" in refused(lambda: calibration.read_text(tmp_path / "latin.txt"))
+
+
+def test_nothing_reaches_the_terminal(llama: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    folder = make_tiny_model("gemma3", tmp_path / "model")
+    capfd.readouterr()
+    quantize.quantize(folder, tmp_path / "out", "awq", 64, TEXT)
+    assert capfd.readouterr() == ("", "")
