@@ -17,6 +17,7 @@ from llm_runtime.types import SamplingParams, TokenLogprob
 
 Floats = NDArray[np.float32]
 FIRST_CANDIDATES = 256  # top-p looks at this many likeliest tokens first, and at more only where they do not suffice
+BLOCK = 512  # weights summed at once when drawing
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,65 +117,102 @@ def _broken(row: Floats) -> Choice:
 
 
 def sample(logits: Floats, params: SamplingParams, uniform: float) -> int:
-    """Draw from softmax(logits / temperature) after top-k, top-p and min-p. logits: float32 [vocab]; uniform: in [0, 1)."""
-    scaled = logits.astype(np.float64)
-    scaled -= scaled.max()
+    """Draw from softmax(logits / temperature) after top-k, top-p and min-p. logits: float32 [vocab]; uniform: in [0, 1).
+
+    The unit interval is divided in the order of token ids, not of likelihood: where batching changes logits by a rounding,
+    the borders move by as much and no two tokens change places.
+    """
+    scaled = logits - logits.max()
     with np.errstate(over="ignore"):  # a tiny temperature leaves the likeliest alone, at 0; the others go to -inf
-        scaled /= params.temperature
-    candidates = _candidates(scaled, params)
-    weights = np.exp(scaled if candidates is None else scaled[candidates])
-    cumulative = np.cumsum(weights)
-    # The last index with weight, where rounding put the target at the very end.
-    index = min(int(np.searchsorted(cumulative, uniform * cumulative[-1], side="right")), int(np.flatnonzero(weights)[-1]))
-    return index if candidates is None else int(candidates[index])
+        scaled *= np.float32(min(1 / params.temperature, 1e30))
+    if 0 < params.top_k < len(scaled):
+        kept = np.sort(_largest(scaled, params.top_k))
+        return int(kept[_draw(_filtered(np.exp(scaled[kept]), params), uniform)])
+    return _draw(_filtered(np.exp(scaled), params), uniform)
 
 
-def _candidates(scaled: NDArray[np.float64], params: SamplingParams) -> NDArray[np.int64] | None:
-    """Token ids that the filters leave, likeliest first; None: all. `scaled` has its maximum at 0."""
-    if params.top_k == 0 and params.top_p >= 1.0 and params.min_p == 0.0:
-        return None
-    if params.top_k:
-        kept = _largest(scaled, min(params.top_k, len(scaled)))
-        total = np.exp(scaled[kept]).sum()
-    elif params.top_p < 1.0:
-        total = np.exp(scaled).sum()
-        kept = _nucleus(scaled, params.top_p, total)
-    else:
-        kept = np.flatnonzero(scaled >= np.log(params.min_p))
-        return kept[np.argsort(-scaled[kept], kind="stable")]
+def _filtered(weights: Floats, params: SamplingParams) -> Floats:
+    """`weights` (largest 1) with 0 for what top-p or min-p drops."""
+    kept = weights
     if params.top_p < 1.0:
-        before = np.cumsum(np.exp(scaled[kept])) - np.exp(scaled[kept])  # the mass of likelier ones
-        kept = kept[before < params.top_p * total]
+        threshold, num_equal = _nucleus(weights, params.top_p * float(weights.sum(dtype=np.float64)))
+        kept = weights * (weights >= threshold)
+        kept[np.flatnonzero(weights == threshold)[num_equal:]] = 0
     if params.min_p > 0.0:
-        kept = kept[scaled[kept] >= np.log(params.min_p)]
+        kept = kept * (weights >= np.float32(params.min_p))
     return kept
 
 
-def _nucleus(scaled: NDArray[np.float64], top_p: float, total: float) -> NDArray[np.int64]:
-    """At least the likeliest tokens that together have `top_p` of `total`: as many as it takes, four times more at each try."""
-    count = FIRST_CANDIDATES
-    while True:
-        kept = _largest(scaled, min(count, len(scaled)))
-        if len(kept) == len(scaled) or np.exp(scaled[kept]).sum() >= top_p * total:
-            return kept
-        count *= 4
+def _nucleus(weights: Floats, target: float) -> tuple[np.float32, int]:
+    """The fewest and largest weights with a sum of `target`: (the smallest of them, how many of that size are among them).
+
+    Mostly few suffice. For a flat distribution the cut is searched as quickselect does, by mass in place of rank.
+    """
+    candidates = weights[_largest(weights, FIRST_CANDIDATES)]
+    above = 0.0  # mass of weights larger than all candidates
+    if float(candidates.sum(dtype=np.float64)) < target:
+        candidates = weights
+        while len(candidates) > 4 * FIRST_CANDIDATES:
+            pivot = np.sort(candidates[:: len(candidates) // 64])[32]
+            is_high = candidates > pivot
+            high = candidates[is_high]
+            mass = float(high.sum(dtype=np.float64))
+            if above + mass >= target:
+                candidates = high
+            elif len(high):
+                above += mass
+                candidates = candidates[~is_high]
+            else:
+                break  # the pivot is the largest, so most are of one size: sorting them is cheap
+        candidates = np.sort(candidates)[::-1]
+    mass_with = above + np.cumsum(candidates, dtype=np.float64)
+    last = min(int(np.searchsorted(mass_with, target)), len(candidates) - 1)
+    first_equal = int(np.searchsorted(-candidates, -candidates[last]))
+    return candidates[last], last + 1 - first_equal
 
 
-def _largest(values: NDArray, count: int) -> NDArray[np.int64]:
+def _draw(weights: Floats, uniform: float) -> int:
+    """The index at `uniform` of the whole mass. First the block, then the index in it: a running sum of all takes longer."""
+    blocks = np.add.reduceat(weights, np.arange(0, len(weights), BLOCK), dtype=np.float64)
+    block, rest = _locate(blocks, uniform * float(blocks.sum()))
+    index, _ = _locate(weights[block * BLOCK : (block + 1) * BLOCK].astype(np.float64), rest)
+    return block * BLOCK + index
+
+
+def _locate(weights: NDArray[np.float64], target: float) -> tuple[int, float]:
+    """(the first index whose running sum is over `target`, or by rounding the last with any weight; what is left for it)"""
+    running = np.cumsum(weights)
+    index = min(int(np.searchsorted(running, target, side="right")), int(np.flatnonzero(weights)[-1]))
+    return index, target - (float(running[index - 1]) if index else 0.0)
+
+
+def _largest(values: Floats, count: int) -> NDArray[np.int64]:
     """Indexes of the `count` largest values, largest first; of equal ones the lower index first."""
-    if count < len(values):
-        threshold = np.partition(values, len(values) - count)[len(values) - count]
-        above = np.flatnonzero(values > threshold)
-        equal = np.flatnonzero(values == threshold)[: count - len(above)]
-        indexes = np.concatenate([above, equal])
-    else:
-        indexes = np.arange(len(values))
+    indexes = _at_least_largest(values, count)
+    if count < len(indexes):
+        found = values[indexes]
+        threshold = np.partition(found, len(found) - count)[len(found) - count]
+        above = indexes[found > threshold]
+        indexes = np.concatenate([above, indexes[found == threshold][: count - len(above)]])
     return indexes[np.lexsort((indexes, -values[indexes]))]
+
+
+def _at_least_largest(values: Floats, count: int) -> NDArray[np.int64]:
+    """Indexes, in order, of the `count` largest values and of not many others.
+
+    Of `count` blocks each has a value at least as large as the smallest of their maxima; finding maxima is far cheaper than
+    partitioning a whole vocabulary.
+    """
+    width = len(values) // (4 * count)
+    if width < 8:
+        return np.arange(len(values))
+    maxima = values[: len(values) // width * width].reshape(-1, width).max(axis=1)
+    return np.flatnonzero(values >= np.partition(maxima, len(maxima) - count)[len(maxima) - count])
 
 
 def _logprob(row: Floats, token_id: int, num_top: int) -> TokenLogprob:
     """Of the model's own distribution: before penalties, temperature and filters."""
     shift = row.max()
-    log_total = float(shift) + float(np.log(np.exp(row - shift, dtype=np.float64).sum()))
+    log_total = float(shift) + float(np.log(np.exp(row - shift).sum(dtype=np.float64)))
     top = tuple((int(index), float(row[index]) - log_total) for index in _largest(row, num_top)) if num_top else ()
     return TokenLogprob(token_id, float(row[token_id]) - log_total, top)
