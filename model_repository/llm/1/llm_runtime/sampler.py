@@ -128,7 +128,7 @@ def sample(logits: Floats, params: SamplingParams, uniform: float) -> int:
     if 0 < params.top_k < len(scaled):
         kept = np.sort(_largest(scaled, params.top_k))
         return int(kept[_draw(_filtered(np.exp(scaled[kept]), params), uniform)])
-    return _draw(_filtered(np.exp(scaled), params), uniform)
+    return _draw(_filtered(np.exp(scaled, out=scaled), params), uniform)
 
 
 def _filtered(weights: Floats, params: SamplingParams) -> Floats:
