@@ -17,7 +17,7 @@ def entries(**values):
     return {key: {"string_value": value} for key, value in values.items()}
 
 
-@pytest.fixture()
+@pytest.fixture
 def shipped():
     return text_format.Parse(CONFIG.read_text(), model_config_pb2.ModelConfig())
 
