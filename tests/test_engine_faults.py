@@ -108,6 +108,15 @@ def test_text_held_for_a_stop_string_is_shown_when_generation_ends_without_it():
         assert [output.text for output in outputs] == ["", "", "", shown]
 
 
+def test_text_held_for_a_stop_string_is_shown_when_the_deadline_passes():
+    engine = make_engine()
+    tokens = expected_output([5, 7], 2)
+    text = "".join(f"{token}," for token in tokens)
+    engine.add(make_request("a", [5, 7], 9, stop_strings=(text + "more",), deadline=1.0))
+    outputs = [output for now in (0.0, 0.5, 1.0) for output in engine.step(now)]
+    assert [output.text for output in outputs] == ["", "", text]
+
+
 def test_each_token_has_its_logprob():
     engine = make_engine()
     engine.add(make_request("a", [5], 4, wants_logprobs=True, num_top_logprobs=2))

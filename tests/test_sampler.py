@@ -6,6 +6,7 @@ import random
 
 import numpy as np
 import pytest
+from llm_runtime import sampler
 from llm_runtime.sampler import Choice, SamplerState, choose, sample
 from llm_runtime.types import SamplingParams
 
@@ -95,6 +96,22 @@ def test_filters_equal_sorting_everything(filters, vocab):
     drawn = np.bincount([sample(logits, params, float(u)) for u in grid], minlength=vocab) / len(grid)
     wanted = probabilities(logits, **({"temperature": 1.0} | filters))
     assert np.abs(drawn - wanted).max() <= 1.01 / len(grid)
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.01, 0.3, 3.0])
+@pytest.mark.parametrize("top_p", [0.01, 0.5, 0.9, 0.9999])
+def test_top_p_keeps_the_fewest_and_largest_that_suffice_in_flat_distributions_too(top_p, spread):
+    for seed in range(5):
+        rng = np.random.default_rng(seed)
+        logits = rng.normal(0, 1, 20_000).astype(np.float32) * np.float32(spread)
+        if seed % 2:
+            logits = np.round(logits, 1)  # many of one size
+        weights = np.exp(logits - logits.max())
+        kept = weights[sampler._filtered(weights, SamplingParams(top_p=top_p)) > 0]
+        mass = np.cumsum(np.sort(weights)[::-1], dtype=np.float64)
+        wanted = int(np.searchsorted(mass, top_p * mass[-1])) + 1
+        assert abs(len(kept) - wanted) <= 1, f"seed {seed}"  # sums of float32 weights differ in the last digits
+        np.testing.assert_array_equal(np.sort(kept)[::-1], np.sort(weights)[::-1][: len(kept)])
 
 
 def test_the_ends_of_the_unit_interval_and_extreme_temperatures_give_tokens():

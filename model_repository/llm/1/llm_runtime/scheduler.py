@@ -49,8 +49,7 @@ class Scheduler:
 
     def __init__(self, blocks: BlockManager, max_sequences: int, max_step_tokens: int, prefill_chunk_tokens: int) -> None:
         self.blocks = blocks
-        # So that every running sequence has a token in every step: none is starved by those before it.
-        self._max_sequences = min(max_sequences, max_step_tokens)
+        self._max_sequences = max_sequences
         self._max_step_tokens = max_step_tokens
         self._prefill_chunk_tokens = prefill_chunk_tokens
         self.running: list[Sequence] = []
@@ -78,7 +77,11 @@ class Scheduler:
         return expired
 
     def schedule(self) -> StepPlan:
-        """Reserves pages; changes nothing else but what a preemption undoes."""
+        """Reserves pages; changes nothing else but what a preemption undoes.
+
+        A sequence starts only when all that run have a token in the same step and one is left for it, so there are never more
+        running sequences than tokens in a step.
+        """
         plan = StepPlan()
         self._plan_decode(plan)
         chunk = self._prefill_chunk_tokens if plan.decode else self._max_step_tokens
@@ -115,8 +118,6 @@ class Scheduler:
         for sequence in list(self.running):
             if sequence.state is not State.RUNNING or sequence.num_uncomputed != 1:
                 continue
-            if len(plan.decode) == self._max_step_tokens:
-                break
             if self._grow(sequence):
                 plan.decode.append(ScheduledRow(sequence, 1))
 
