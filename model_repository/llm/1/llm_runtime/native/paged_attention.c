@@ -52,8 +52,6 @@ enum {
   API_CONTEXT_GET_INPUT = 90,
   API_CONTEXT_GET_OUTPUT = 91,
   API_RELEASE_SHAPE = 99,
-  API_INFER_GET_INPUT_SHAPE = 268,
-  API_INFER_SET_OUTPUT_SHAPE = 270,
   API_CONTEXT_PARALLEL_FOR = 274,
 };
 
@@ -64,7 +62,6 @@ typedef struct OrtValue OrtValue;
 typedef struct OrtShape OrtShape;
 typedef struct OrtKernelInfo OrtKernelInfo;
 typedef struct OrtKernelContext OrtKernelContext;
-typedef struct OrtShapeInferContext OrtShapeInferContext;
 typedef struct OrtSessionOptions OrtSessionOptions;
 typedef struct OrtCustomOpDomain OrtCustomOpDomain;
 
@@ -94,8 +91,9 @@ struct OrtCustomOp {
   int (*GetVariadicOutputHomogeneity)(const OrtCustomOp*);
   OrtStatus* (*CreateKernelV2)(const OrtCustomOp*, const OrtApi*, const OrtKernelInfo*, void** kernel);
   OrtStatus* (*KernelComputeV2)(void*, OrtKernelContext*);
-  OrtStatus* (*InferOutputShape)(const OrtCustomOp*, OrtShapeInferContext*);
-  void (*later_versions[6])(void);  // null: start and end version, in-place and alias maps
+  // Null. No shape inference: ONNX Runtime hands unnamed unknown dimensions over as -1 and then rejects them.
+  OrtStatus* (*InferOutputShape)(const OrtCustomOp*, void*);
+  void (*later_fields[6])(void);  // null: start and end version, in-place and alias maps
 };
 
 #define CALL(api, index, result, ...) ((result(*)(__VA_ARGS__))(api)[index])
@@ -900,18 +898,6 @@ static size_t get_output_count(const OrtCustomOp* op) { (void)op; return 1; }
 static int get_zero(const OrtCustomOp* op, size_t i) { (void)op; (void)i; return 0; }  // required; default memory
 static int get_one(const OrtCustomOp* op) { (void)op; return 1; }
 
-static const OrtApi* library_api;  // the same table for every session of this process
-
-static OrtStatus* infer_shape(const OrtCustomOp* op, OrtShapeInferContext* context) {
-  (void)op;
-  OrtShape* query = NULL;
-  OrtStatus* status = CALL(library_api, API_INFER_GET_INPUT_SHAPE, OrtStatus*, const OrtShapeInferContext*, size_t, OrtShape**)(
-      context, QUERY, &query);
-  if (status) return status;
-  return CALL(library_api, API_INFER_SET_OUTPUT_SHAPE, OrtStatus*, const OrtShapeInferContext*, size_t, const OrtShape*)(
-      context, 0, query);
-}
-
 static const OrtCustomOp paged_attention = {
     .version = ORT_API_USED,
     .GetName = get_name,
@@ -930,7 +916,6 @@ static const OrtCustomOp paged_attention = {
     .GetVariadicOutputHomogeneity = get_one,
     .CreateKernelV2 = create_kernel,
     .KernelComputeV2 = compute,
-    .InferOutputShape = infer_shape,
 };
 
 // ONNX Runtime calls this for each session that registers the library. The domain is shared by all of them, since it
@@ -945,7 +930,6 @@ __attribute__((visibility("default"))) OrtStatus* RegisterCustomOps(OrtSessionOp
              base->GetVersionString());
     return oldest ? make_status(oldest, ORT_FAIL, message) : NULL;
   }
-  library_api = api;
   OrtCustomOpDomain* domain = atomic_load(&shared_domain);
   if (!domain) {
     OrtStatus* status = CALL(api, API_CREATE_CUSTOM_OP_DOMAIN, OrtStatus*, const char*, OrtCustomOpDomain**)("llm_runtime", &domain);
