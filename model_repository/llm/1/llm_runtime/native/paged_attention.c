@@ -35,8 +35,8 @@
 // first with ParallelFor.
 
 enum { ORT_API_USED = 17 };
-enum { ORT_FAIL = 1, ORT_INVALID_ARGUMENT = 2 };
-enum { ORT_FLOAT = 1, ORT_INT32 = 6 };
+enum { ORT_FAIL = 1, ORT_INVALID_ARGUMENT = 2 };  // OrtErrorCode
+enum { ORT_FLOAT = 1, ORT_INT32 = 6 };            // ONNXTensorElementDataType
 
 enum {
   API_CREATE_STATUS = 0,
@@ -399,13 +399,32 @@ INLINE void value_tile(int heads, int vectors, const float* probabilities, const
     UNROLL for (int v = 0; v < vectors; v++) store(sums + (size_t)h * stride + v * LANES, acc[h][v]);
 }
 
-INLINE void decode_scores(int heads, const float* query, size_t stride, const float* const* keys, const float* const* values,
-                          size_t offset, size_t dim, size_t count, bool fetch, float* scores) {
-  for (size_t t = 0; t < count; t += 4) {
-    if (fetch)  // the values of these tokens, while their keys are being worked on
-      for (size_t u = t; u < t + 4; u++)
-        for (size_t d = 0; d < dim; d += 16) __builtin_prefetch(values[u] + offset + d);
-    score_tile(heads, query, stride, keys + t, offset, dim, scores + t);
+typedef struct {
+  const float *keys[DECODE_BLOCK], *values[DECODE_BLOCK];
+  size_t count;
+} Block;
+
+static void find_block(const Call* call, const Item* item, size_t first, Block* block) {
+  size_t end = (size_t)item->end_key;
+  block->count = first < end ? smaller(DECODE_BLOCK, end - first) : 0;
+  if (block->count) find_tokens(call, item->row, first, block->count, DECODE_BLOCK, block->keys, block->values);
+}
+
+// While keys are worked on, this block's values and the next one's keys come from memory: tokens lie too far apart for
+// the CPU to foresee where the next one is.
+INLINE void fetch_ahead(const Block* block, const Block* next, size_t t, size_t offset, size_t dim) {
+  for (size_t d = 0; d < dim; d += 16) {
+    __builtin_prefetch(block->values[t] + offset + d);
+    if (next->count) __builtin_prefetch(next->keys[t] + offset + d);
+  }
+}
+
+INLINE void decode_scores(int heads, const float* query, size_t stride, const Block* block, const Block* next, size_t offset,
+                          size_t dim, float* scores) {
+  for (size_t t = 0; t < block->count; t += 4) {
+    if (next)
+      for (size_t u = t; u < t + 4; u++) fetch_ahead(block, next, u, offset, dim);
+    score_tile(heads, query, stride, block->keys + t, offset, dim, scores + t);
   }
 }
 
@@ -451,7 +470,7 @@ static void decode(Call* call, const Item* item, float* scratch) {
   float* totals = take_floats(&scratch, rows);
   float* rescale = take_floats(&scratch, group);
   float* scores = take_floats(&scratch, group * DECODE_BLOCK);
-  const float *keys[DECODE_BLOCK], *values[DECODE_BLOCK];
+  Block blocks[2], *block = &blocks[0], *next = &blocks[1];
 
   size_t first_head = (size_t)item->first_kv_head * group;
   const float* source = call->query + ((size_t)call->row_starts[item->row] * (size_t)call->kernel->num_heads + first_head) * dim;
@@ -462,25 +481,28 @@ static void decode(Call* call, const Item* item, float* scratch) {
     totals[r] = 0.0f;
   }
 
-  for (size_t first = (size_t)item->first_key; first < (size_t)item->end_key; first += DECODE_BLOCK) {
-    size_t count = smaller(DECODE_BLOCK, (size_t)item->end_key - first);
-    find_tokens(call, item->row, first, count, DECODE_BLOCK, keys, values);
+  size_t first = (size_t)item->first_key;
+  for (find_block(call, item, first, block); block->count; first += DECODE_BLOCK) {
+    size_t count = block->count;
+    find_block(call, item, first + DECODE_BLOCK, next);
     for (size_t kv = 0; kv < (size_t)item->num_kv_heads; kv++) {
-      size_t offset = ((size_t)item->first_kv_head + kv) * dim;
+      size_t offset = ((size_t)item->first_kv_head + kv) * dim, h = 0;
       const float* q = query + kv * group * stride;
       float* s = sums + kv * group * stride;
-      size_t h = 0;
       for (; h + QUERY_TILE <= group; h += QUERY_TILE)
-        decode_scores(QUERY_TILE, q + h * stride, stride, keys, values, offset, dim, count, h == 0, scores + h * DECODE_BLOCK);
+        decode_scores(QUERY_TILE, q + h * stride, stride, block, h ? NULL : next, offset, dim, scores + h * DECODE_BLOCK);
       for (; h < group; h++)
-        decode_scores(1, q + h * stride, stride, keys, values, offset, dim, count, h == 0, scores + h * DECODE_BLOCK);
+        decode_scores(1, q + h * stride, stride, block, h ? NULL : next, offset, dim, scores + h * DECODE_BLOCK);
       for (h = 0; h < group; h++)
         rescale[h] = update_softmax(scores + h * DECODE_BLOCK, count, &maxima[kv * group + h], &totals[kv * group + h]);
       for (h = 0; h + QUERY_TILE <= group; h += QUERY_TILE)
-        decode_values(QUERY_TILE, scores + h * DECODE_BLOCK, rescale + h, values, offset, dim, count, s + h * stride, stride);
+        decode_values(QUERY_TILE, scores + h * DECODE_BLOCK, rescale + h, block->values, offset, dim, count, s + h * stride, stride);
       for (; h < group; h++)
-        decode_values(1, scores + h * DECODE_BLOCK, rescale + h, values, offset, dim, count, s + h * stride, stride);
+        decode_values(1, scores + h * DECODE_BLOCK, rescale + h, block->values, offset, dim, count, s + h * stride, stride);
     }
+    Block* done = block;
+    block = next;
+    next = done;
   }
   finish_item(call, item, sums, maxima, totals);
 }
@@ -677,13 +699,14 @@ static void work(void* data, size_t index) {
   give_buffer(scratch);
 }
 
-// Calls add(context, item) for each item of a row, the longest first.
+// What has been planned so far.
 typedef struct {
   Item* items;  // null: only count
   size_t num_items, partial_floats;
   int32_t num_groups;
 } Plan;
 
+// Adds the items of a row, the longest first.
 static void plan_row(const Call* call, int32_t row, Plan* plan) {
   int32_t num_queries = call->row_starts[row + 1] - call->row_starts[row], past = call->past_lengths[row];
   int32_t window = (int32_t)call->kernel->window, num_kv_heads = (int32_t)call->kernel->num_kv_heads;
