@@ -179,7 +179,7 @@ def test_ragged_batches_equal_the_reference(dim, ratio):
         np.testing.assert_allclose(output, wanted, rtol=0, atol=ATOL)
 
 
-@pytest.mark.parametrize("past", [1023, 1024, 2500])
+@pytest.mark.parametrize("past", [1023, 1024, 2500, 9000])
 @pytest.mark.parametrize("new", [1, 2, 20])
 def test_a_long_context_is_cut_and_put_together_again(past, new):
     shape = Shape(kv_heads=1, ratio=2, dim=16)

@@ -228,13 +228,14 @@ __attribute__((destructor)) static void free_buffers(void) {
 // A call and its items
 
 enum {
-  DECODE_SPLIT = 128,          // keys of one decode item; ranges start at multiples of it
-  PREFILL_SPLIT = 1024,        // the same for a row of a few queries
-  PREFILL_SPLIT_MAX_ROWS = 64, // a longer row has enough items by its queries alone, and partial sums cost memory
-  PREFILL_ROWS = 64,           // query rows (queries x heads of the group) of one prefill item
-  DECODE_COLUMNS = 256,        // key columns of one decode item, so that 1 KB of each token is read in one piece
-  DECODE_BLOCK = 32,           // keys between two updates of the running maximum, decode
-  PREFILL_BLOCK = 96,          // the same, prefill; a multiple of TOKEN_TILE
+  DECODE_SPLIT = 128,        // keys of one decode item
+  DECODE_MAX_SPLITS = 32,    // a longer context gets longer items instead, since partial sums cost memory
+  PREFILL_SPLIT = 512,       // the same for a row of several queries,
+  PREFILL_MAX_SPLITS = 16,   // of which each block of queries has its share
+  PREFILL_ROWS = 64,         // query rows (queries x heads of the group) of one prefill item
+  DECODE_COLUMNS = 256,      // key columns of one decode item, so that 1 KB of each token is read in one piece
+  DECODE_BLOCK = 32,         // keys between two updates of the running maximum, decode
+  PREFILL_BLOCK = 96,        // the same, prefill; a multiple of TOKEN_TILE
 };
 
 typedef struct {
@@ -706,18 +707,26 @@ typedef struct {
   int32_t num_groups;
 } Plan;
 
+// Keys of an item of a row with so many keys and query blocks; items start at multiples of it.
+static int32_t split_size(bool single, int32_t num_keys, int32_t num_blocks) {
+  int64_t unit = single ? DECODE_SPLIT : PREFILL_SPLIT, max_splits = single ? DECODE_MAX_SPLITS : PREFILL_MAX_SPLITS / num_blocks;
+  if (max_splits <= 1) return INT32_MAX;
+  int64_t units = (num_keys + unit * max_splits - 1) / (unit * max_splits);
+  return (int32_t)(units * unit);
+}
+
 // Adds the items of a row, the longest first.
 static void plan_row(const Call* call, int32_t row, Plan* plan) {
   int32_t num_queries = call->row_starts[row + 1] - call->row_starts[row], past = call->past_lengths[row];
   int32_t window = (int32_t)call->kernel->window, num_kv_heads = (int32_t)call->kernel->num_kv_heads;
   bool single = num_queries == 1;
   int32_t block = single ? 1 : (int32_t)call->queries_per_item, heads = single ? (int32_t)call->kv_heads_per_item : 1;
-  int32_t split = single ? DECODE_SPLIT : num_queries <= PREFILL_SPLIT_MAX_ROWS ? PREFILL_SPLIT : INT32_MAX;
   int32_t last_block = num_queries > 0 ? (num_queries - 1) / block : -1;
   for (int32_t b = last_block; b >= 0; b--) {  // later queries see more keys
     int32_t first_query = b * block, queries = (int32_t)smaller((size_t)block, (size_t)(num_queries - first_query));
     int32_t oldest = past + first_query - window + 1, first_key = window && oldest > 0 ? oldest : 0;
     int32_t end_key = past + first_query + queries;
+    int32_t split = split_size(single, end_key - first_key, last_block + 1);
     int32_t first_split = first_key / split, num_splits = (end_key - 1) / split - first_split + 1;
     for (int32_t kv = 0; kv < num_kv_heads; kv += heads) {
       int32_t num_heads = (int32_t)smaller((size_t)heads, (size_t)(num_kv_heads - kv));
