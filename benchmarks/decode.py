@@ -1,7 +1,8 @@
 """The executor alone, without scheduler or server: `python benchmarks/decode.py ENGINE`.
 
-Milliseconds of a decode step by batch size and context, and of a prompt's prefill. "bandwidth" is the bytes that a step has to read
-(weights once, and keys and values of each sequence's window) over its time, as a share of what the machine reads at best.
+Milliseconds of a decode step by batch size and context, and of a prompt's prefill. "bandwidth" is the bytes that a step has
+to read (weights once, and keys and values of each sequence's window) over its time, as a share of what the machine reads at
+best.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ from typing import Annotated
 import machine
 import numpy as np
 import typer
+from rich.console import Console
+from rich.table import Table
+
 from llm_runtime.executors.base import Row
 from llm_runtime.executors.ort import OrtExecutor, OrtOptions
 from llm_runtime.manifest import EngineManifest, read_manifest
-from rich.console import Console
-from rich.table import Table
 
 BATCHES = (1, 8, 32)
 CONTEXTS = (128, 1024)

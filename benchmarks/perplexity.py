@@ -10,11 +10,12 @@ from typing import Annotated
 
 import numpy as np
 import typer
+from rich.progress import track
+from tokenizers import Tokenizer
+
 from llm_runtime.executors.base import Row
 from llm_runtime.executors.ort import OrtExecutor, OrtOptions
 from llm_runtime.manifest import read_manifest
-from rich.progress import track
-from tokenizers import Tokenizer
 
 WINDOW = 512
 CHUNK = 128  # of logits at a time: a vocabulary of 262,144 makes each row a megabyte

@@ -5,6 +5,6 @@ import os
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
-from build_engines.cli import app  # noqa: E402
+from build_engines.cli import app
 
 app(prog_name="python -m build_engines")

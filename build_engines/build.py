@@ -8,14 +8,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from llm_runtime.manifest import MANIFEST_NAME
-
 from build_engines import calibration, quantize
 from build_engines.checkpoint import gguf, hf
 from build_engines.checkpoint.modelopt import ModeloptCheckpoint, is_modelopt_folder
 from build_engines.checkpoint.types import Checkpoint, Source
 from build_engines.engine import EngineOptions, write_engine
 from build_engines.errors import BuildError
+from llm_runtime.manifest import MANIFEST_NAME
 
 Report = Callable[[str, float], None]
 DEMO = "demo"

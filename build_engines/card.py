@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from llm_runtime.manifest import EngineManifest, read_manifest
 from rich.table import Table
+
+from llm_runtime.manifest import EngineManifest, read_manifest
 
 
 def engine_card(folder: Path) -> Table:

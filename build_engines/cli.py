@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from llm_runtime.errors import EngineError
-from llm_runtime.manifest import check_files, read_manifest
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from build_engines.build import BuildOptions, build
 from build_engines.card import engine_card
 from build_engines.errors import BuildError
+from llm_runtime.errors import EngineError
+from llm_runtime.manifest import check_files, read_manifest
 
 app = typer.Typer(
     help="Build quantized engines for the Triton model repository, and look at them.",

@@ -11,6 +11,11 @@ from typing import Literal
 
 import numpy as np
 import onnx_ir as ir
+from numpy.typing import NDArray
+from onnx_ir.external_data import convert_tensors_to_external
+
+from build_engines.checkpoint.types import Checkpoint, FloatWeights, Int4Weights, Int8Weights, LinearWeights
+from build_engines.graph.decoder import EMBEDDING, Decoder
 from llm_runtime.manifest import (
     EngineManifest,
     Limits,
@@ -20,11 +25,6 @@ from llm_runtime.manifest import (
     sha256_file,
     write_manifest,
 )
-from numpy.typing import NDArray
-from onnx_ir.external_data import convert_tensors_to_external
-
-from build_engines.checkpoint.types import Checkpoint, FloatWeights, Int4Weights, Int8Weights, LinearWeights
-from build_engines.graph.decoder import EMBEDDING, Decoder
 
 PACKAGES = ("nvidia-modelopt", "onnx", "onnx-ir", "torch", "transformers")
 HEAD_BLOCKS = (128, 64, 32)  # of the head and the embedding: the largest that divides hidden_size

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+
 from triton_server import ROOT, ServerError, TritonServer
 
 console = Console(highlight=False)

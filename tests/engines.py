@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
+
 from build_engines.build import BuildOptions, build
 from build_engines.checkpoint.types import Int4Weights, linear_names, tensor_shapes
 from llm_runtime.executors.base import Row
 from llm_runtime.executors.ort import OrtExecutor, OrtOptions
 from llm_runtime.manifest import read_manifest
-from numpy.typing import NDArray
-
 from tests.tiny_models import make_tiny_model
 
 PAGE_SIZE = 8
@@ -26,16 +26,22 @@ class EngineShelf:
         self._root = root
 
     @functools.cache  # noqa: B019 - one shelf lives as long as the session
-    def checkpoint(self, family: str) -> Path:
-        return make_tiny_model(family, self._root / family)
+    def checkpoint(self, family: str, max_context: int = 1024) -> Path:
+        return make_tiny_model(family, self._root / f"{family}-{max_context}", max_position_embeddings=max_context)
 
     @functools.cache  # noqa: B019
     def engine(
-        self, family: str, precision: str = "fp32", block_size: int = 128, algorithm: str = "rtn", lm_head: str = "fp32"
+        self,
+        family: str,
+        precision: str = "fp32",
+        block_size: int = 128,
+        algorithm: str = "rtn",
+        lm_head: str = "fp32",
+        max_context: int = 1024,
     ) -> Path:
-        folder = self._root / f"{family}-{precision}-{block_size}-{algorithm}-{lm_head}"
+        folder = self._root / f"{family}-{precision}-{block_size}-{algorithm}-{lm_head}-{max_context}"
         options = BuildOptions(
-            model=str(self.checkpoint(family)),
+            model=str(self.checkpoint(family, max_context)),
             precision=precision,
             block_size=block_size,
             algorithm=algorithm,

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
+
 from llm_runtime.errors import EngineError
 from llm_runtime.executors.base import Row
-from numpy.typing import NDArray
 
 VOCAB = 97
 EMPTY = -1

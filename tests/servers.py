@@ -109,6 +109,7 @@ class Client:
         self.model = model
         self._client = grpcclient.InferenceServerClient(address)
         self._queues: dict[str, queue.Queue[Response]] = {}
+        self._ended_at: dict[str, float] = {}
         self._ids = 0
         self._lock = threading.Lock()
         self._client.start_stream(self._on_response)
@@ -151,15 +152,24 @@ class Client:
     def _on_response(self, result: Any, error: InferenceServerException | None) -> None:
         if error is not None:
             # Errors of a decoupled request come without its id unless it is the only one.
-            request_id = getattr(error, "request_id", None) or self._only_open()
-            self._queues[request_id].put(Response(error=error, final=True))
+            self._put(self._only_open(), Response(error=error, final=True))
             return
         message = result.get_response()
         outputs = {output.name: result.as_numpy(output.name) for output in message.outputs}
-        self._queues[message.id].put(Response(outputs, final=message.parameters["triton_final_response"].bool_param))
+        self._put(message.id, Response(outputs, final=message.parameters["triton_final_response"].bool_param))
+
+    def _put(self, request_id: str, response: Response) -> None:
+        if response.final:
+            self._ended_at[request_id] = time.monotonic()
+        if request_id in self._queues:
+            self._queues[request_id].put(response)
+
+    def ended_at(self, request_id: str) -> float:
+        """When its final response came, in seconds of the monotonic clock."""
+        return self._ended_at[request_id]
 
     def _only_open(self) -> str:
-        return next(reversed(self._queues))
+        return next(reversed(self._queues), "")
 
 
 def request_inputs(prompt: str | list[int], **fields: Any) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import gc
 import random
 
 import pytest
+
 from llm_runtime.block_manager import BlockManager, PrefixEntry, blake2b
 
 PAGE = 2

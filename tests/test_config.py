@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 from google.protobuf import text_format
-from llm_runtime.config import Parameters, read_parameters, resolve_engine_dir, size_cache
-from llm_runtime.errors import ConfigError
 from tritonclient.grpc import model_config_pb2
 
+from llm_runtime.config import Parameters, read_parameters, resolve_engine_dir, size_cache
+from llm_runtime.errors import ConfigError
 from tests.manifests import make_manifest
 
 CONFIG = Path(__file__).parents[1] / "model_repository" / "llm" / "config.pbtxt"

@@ -5,8 +5,9 @@ from __future__ import annotations
 import random
 
 import pytest
-from llm_runtime.detokenizer import MAX_HELD_TOKENS, Detokenizer, StopMatcher
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+from llm_runtime.detokenizer import MAX_HELD_TOKENS, Detokenizer, StopMatcher
 
 REPLACEMENT = "\ufffd"
 PIECES = ["你", "好", "👩‍👩‍👧‍👦", "é", " ", "  ", "the", " the", " world", "\n", "Ω", "x", ".", " e"]

@@ -9,12 +9,12 @@ from __future__ import annotations
 import random
 
 import pytest
+from tokenizers import Tokenizer, decoders, models
+
 from llm_runtime.block_manager import BlockManager
 from llm_runtime.engine import Engine, EngineConfig
 from llm_runtime.errors import EngineError, RequestError
 from llm_runtime.types import FinishReason, GenerationRequest, SamplingParams, SequenceOutput
-from tokenizers import Tokenizer, decoders, models
-
 from tests.fake_executor import VOCAB, FakeExecutor, expected_output
 
 END = 0

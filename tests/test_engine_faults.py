@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+
 from llm_runtime.errors import EngineError, RequestError
 from llm_runtime.executors.base import Row
 from llm_runtime.types import FinishReason, GenerationRequest
-
 from tests.fake_executor import FakeExecutor, expected_output
 from tests.test_engine import assert_idle, make_engine, make_request, prompts, run
 

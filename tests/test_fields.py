@@ -3,6 +3,7 @@
 import math
 
 import pytest
+
 from llm_runtime.errors import RequestError
 from llm_runtime.fields import read_fields
 

@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
+
 from build_engines import quantize
 from build_engines.checkpoint.modelopt import ModeloptCheckpoint
 from build_engines.engine import EngineOptions, write_engine
 from llm_runtime.executors.base import Row
-
 from tests.engines import (
     PAGE_SIZE,
     dequantized_model,

@@ -6,6 +6,7 @@ import random
 
 import numpy as np
 import pytest
+
 from llm_runtime import sampler
 from llm_runtime.sampler import Choice, SamplerState, choose, sample
 from llm_runtime.types import SamplingParams

@@ -7,6 +7,7 @@ from collections import Counter
 from typing import ClassVar
 
 import pytest
+
 from llm_runtime.block_manager import BlockManager
 from llm_runtime.scheduler import Scheduler, StepPlan
 from llm_runtime.sequence import Sequence, State
