@@ -3,10 +3,10 @@
     python benchmarks/attention.py [--threads 2] [--quick]
 
 A decode step reads every key and value once and does little with them, so its time is set beside the time that the
-machine needs to read as many bytes (summing a large array with as many threads). A prompt chunk is bound by arithmetic
-and is set beside numpy's float32 matrix product. Every figure is the fastest of several runs, interleaved between the
-two versions; each run uses the next of many layers' pages, so nothing is found in a cache that a real step would not
-find there.
+machine needs to read as many bytes (the maximum of a large array, with as many threads). A prompt chunk is bound by
+arithmetic and is set beside numpy's float32 matrix product. Every figure is the fastest of several runs. The two versions
+take turns, and the machine's limits are measured again before each row, since other programs may hold it back for a while.
+Each run uses the next of many layers' pages, so nothing is found in a cache that a real step would not find there.
 """
 
 from __future__ import annotations
@@ -166,28 +166,24 @@ def best_times(versions: list[list[Callable[[], None]]], seconds: float) -> list
     return best
 
 
-def memory_bandwidth(threads: int) -> float:
-    """Bytes per second of summing an array that fits no cache, with this many threads."""
-    array = np.ones(threads * (128 << 20) // 4, np.float32)
-    parts = np.split(array, threads)
-    with ThreadPoolExecutor(threads) as pool:
-        best = float("inf")
-        for _ in range(5):
+class Machine:
+    """The best memory read rate (bytes per second) and float32 GEMM rate (operations per second) seen so far."""
+
+    def __init__(self, threads: int) -> None:
+        self.bandwidth = 0.0
+        self.gemm = 0.0
+        self._parts = np.split(np.ones(threads * (128 << 20) // 4, np.float32), threads)
+        self._pool = ThreadPoolExecutor(threads)
+        self._matrix = np.ones((1024, 1024), np.float32)
+
+    def measure(self) -> None:
+        for _ in range(3):
             start = time.perf_counter()
-            list(pool.map(np.max, parts))  # np.max reads at full width; np.sum is slower, being pairwise
-            best = min(best, time.perf_counter() - start)
-    return array.nbytes / best
-
-
-def gemm_rate() -> float:
-    """Floating-point operations per second of numpy's float32 product of 1024 x 1024 matrices, with its own threads."""
-    left = np.ones((1024, 1024), np.float32)
-    best = float("inf")
-    for _ in range(8):
-        start = time.perf_counter()
-        left @ left
-        best = min(best, time.perf_counter() - start)
-    return 2 * 1024**3 / best
+            list(self._pool.map(np.max, self._parts))  # np.max reads at full width; np.sum, being pairwise, is slower
+            self.bandwidth = max(self.bandwidth, sum(part.nbytes for part in self._parts) / (time.perf_counter() - start))
+            start = time.perf_counter()
+            self._matrix @ self._matrix
+            self.gemm = max(self.gemm, 2 * 1024**3 / (time.perf_counter() - start))
 
 
 def cpu_name() -> str:
@@ -219,27 +215,35 @@ def main() -> None:
     seconds = 0.3 if options.quick else 1.0
     contexts, batches = ((512,), (1, 8)) if options.quick else ((512, 1024, 2048), (1, 8, 32))
 
-    bandwidth, gemm = memory_bandwidth(options.threads), gemm_rate()
-    print(f"{cpu_name()}, {options.threads} threads, onnxruntime {ort.__version__}, numpy {np.__version__}")
-    print(f"float32 pages of {PAGE_SIZE} tokens, scattered over the pool")
-    print(f"memory read {bandwidth / 1e9:.1f} GB/s, fp32 GEMM {gemm / 1e9:.0f} GFLOP/s")
-    print("\ndecode, one token a row\nheads/kv/dim  batch  context  kernel ms  GB/s of KV  of memory  standard ms  ratio")
+    machine = Machine(options.threads)
+    decode: list[tuple[tuple[int, int, int], int, int, float, float]] = []
+    prefill: list[tuple[tuple[int, int, int], float, float]] = []
     for shape in SHAPES:
         for rows in batches:
             for past in contexts:
+                machine.measure()
                 kernel, standard = best_times(versions_for(shape, rows, past, 1, options.threads), seconds)
-                rate = rows * past * shape[1] * shape[2] * 8 / kernel
-                print(
-                    f"{'/'.join(map(str, shape)):12}{rows:7}{past:9}{kernel * 1e3:11.3f}{rate / 1e9:12.1f}"
-                    f"{rate / bandwidth:11.0%}{standard * 1e3:13.3f}{standard / kernel:7.1f}"
-                )
-    print("\nprefill, 256 tokens on 512\nheads/kv/dim  kernel ms  GFLOP/s  of GEMM  standard ms  ratio")
-    for shape in SHAPES:
+                decode.append((shape, rows, past, kernel, standard))
+        machine.measure()
         kernel, standard = best_times(versions_for(shape, 1, 512, 256, options.threads), seconds)
+        prefill.append((shape, kernel, standard))
+
+    print(f"{cpu_name()}, {options.threads} threads, onnxruntime {ort.__version__}, numpy {np.__version__}")
+    print(f"float32 pages of {PAGE_SIZE} tokens, scattered over the pool")
+    print(f"memory read {machine.bandwidth / 1e9:.1f} GB/s, float32 GEMM of numpy {machine.gemm / 1e9:.0f} GFLOP/s")
+    print("\ndecode, one token a row\nheads/kv/dim  batch  context  kernel ms  GB/s of KV  of memory  standard ms  ratio")
+    for shape, rows, past, kernel, standard in decode:
+        rate = rows * past * shape[1] * shape[2] * 8 / kernel
+        print(
+            f"{'/'.join(map(str, shape)):12}{rows:7}{past:9}{kernel * 1e3:11.3f}{rate / 1e9:12.1f}"
+            f"{rate / machine.bandwidth:11.0%}{standard * 1e3:13.3f}{standard / kernel:7.1f}"
+        )
+    print("\nprefill, 256 tokens on 512\nheads/kv/dim  kernel ms  GFLOP/s  of GEMM  standard ms  ratio")
+    for shape, kernel, standard in prefill:
         pairs = 256 * 512 + 256 * 257 // 2  # of a query and a key it sees
         rate = 4 * pairs * shape[0] * shape[2] / kernel
         print(
-            f"{'/'.join(map(str, shape)):12}{kernel * 1e3:11.3f}{rate / 1e9:9.0f}{rate / gemm:9.0%}"
+            f"{'/'.join(map(str, shape)):12}{kernel * 1e3:11.3f}{rate / 1e9:9.0f}{rate / machine.gemm:9.0%}"
             f"{standard * 1e3:13.3f}{standard / kernel:7.1f}"
         )
 
