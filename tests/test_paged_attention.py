@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import subprocess
@@ -62,8 +63,8 @@ def _library():
         pytest.skip(str(error))
 
 
-def make_session(shape: Shape, threads: int = 2, **changed: object) -> ort.InferenceSession:
-    pages = ["pages", shape.page_size, shape.kv_heads, shape.dim]
+def make_session(shape: Shape, threads: int = 2, **changed: int | float | None) -> ort.InferenceSession:
+    pages: list[int | str] = ["pages", shape.page_size, shape.kv_heads, shape.dim]
     fp32, int32 = ir.DataType.FLOAT, ir.DataType.INT32
     inputs = [
         ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(dims))
@@ -78,12 +79,13 @@ def make_session(shape: Shape, threads: int = 2, **changed: object) -> ort.Infer
             ("page_table", int32, ["table_rows", "table"]),
         )
     ]
-    attributes = {
+    attributes: dict[str, int | float | None] = {
         "num_heads": shape.heads,
         "num_kv_heads": shape.kv_heads,
         "scale": shape.scale,
         "window": shape.window,
-    } | changed
+        **changed,
+    }
     node = ir.node("PagedAttention", inputs, attributes, domain="llm_runtime")
     output = node.outputs[0]
     output.name, output.type = "output", ir.TensorType(fp32)
@@ -331,6 +333,28 @@ def test_inputs_that_do_not_fit_are_an_error(change, message):
 def test_attributes_that_do_not_fit_are_an_error(attributes, message):
     with pytest.raises(Exception, match=re.escape(message)):
         make_session(Shape(kv_heads=2, ratio=2, dim=16), **attributes)
+
+
+def test_an_onnx_runtime_that_is_too_old_is_told_so():
+    """RegisterCustomOps against a runtime that knows no API version above 16."""
+    messages: list[str] = []
+    version = ctypes.create_string_buffer(b"1.16.3")
+
+    @ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_int, ctypes.c_char_p)
+    def create_status(_: int, message: bytes) -> int:
+        messages.append(message.decode())
+        return 1
+
+    table = (ctypes.c_void_p * 1)(ctypes.cast(create_status, ctypes.c_void_p))
+    get_api = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_uint32)(
+        lambda number: ctypes.addressof(table) if number <= 16 else None
+    )
+    get_version = ctypes.CFUNCTYPE(ctypes.c_void_p)(lambda: ctypes.addressof(version))
+    base = (ctypes.c_void_p * 2)(*(ctypes.cast(function, ctypes.c_void_p) for function in (get_api, get_version)))
+    register = ctypes.CDLL(str(library_path())).RegisterCustomOps
+    register.restype, register.argtypes = ctypes.c_void_p, (ctypes.c_void_p, ctypes.c_void_p)
+    assert register(None, ctypes.addressof(base)) == 1
+    assert messages == ["llm_runtime::PagedAttention needs ONNX Runtime 1.17 or later, this is 1.16.3"]
 
 
 def test_the_library_is_built_once_and_again_after_a_change(tmp_path, monkeypatch):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
+import sys
 import threading
 import time
 import urllib.error
@@ -15,7 +17,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from tests.engines import load_executor, run_in_chunks
-from tests.servers import Client, Reply, assert_idle, make_repository, metrics, request_inputs, running
+from tests.servers import ROOT, Client, Reply, assert_idle, make_repository, metrics, request_inputs, running
 
 PROMPT = "The quick brown fox"
 NUM_SEQUENCES = 8
@@ -426,3 +428,21 @@ def test_a_client_of_llm_vllm_that_leaves_is_noticed(server):
     unbatched.next(request)
     unbatched.close(cancel=True)
     assert_idle(server)
+
+
+@pytest.mark.parametrize("protocol", ["grpc", "http"])
+def test_our_client_streams_over_both_protocols(server, client, protocol):
+    url = server.grpc_address if protocol == "grpc" else server.http_url
+    options = ["--protocol", protocol, "--url", url, "--max-tokens", "7", "--ignore-eos"]
+    command = [sys.executable, "-m", "client", "generate", PROMPT, *options]
+    expected = client.generate(PROMPT, max_tokens=7, ignore_eos=True).text
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, cwd=ROOT).stdout
+    assert shown.startswith(f"{expected}\n\n")
+    assert "7 out | TTFT" in shown
+    report = json.loads(
+        subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=60, check=True, cwd=ROOT).stdout
+    )
+    assert (report["text"], report["num_output_tokens"], report["finish_reason"]) == (expected, 7, "length")
+    assert report["ttft_ms"] > 0
+    refused = subprocess.run([*command, "--top-k", "-1"], capture_output=True, text=True, timeout=60, check=False, cwd=ROOT)
+    assert (refused.returncode, refused.stderr[:19]) == (4, "error: top_k: got -")

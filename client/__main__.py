@@ -1,0 +1,3 @@
+from client.cli import app
+
+app(prog_name="python -m client")

@@ -1,0 +1,48 @@
+"""One request from start to end: its chunks as they come, its timing, and what it amounted to."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from client.timing import Timing
+from client.transport import Transport
+from client.wire import Chunk, GenerateRequest
+
+
+@dataclass
+class Generation:
+    """What a finished request brought."""
+
+    timing: Timing
+    text: str = ""
+    finish_reason: str = ""
+    num_input_tokens: int | None = None
+    num_cached_tokens: int | None = None
+    chunks: list[Chunk] = field(default_factory=list)
+
+
+async def run(
+    transport: Transport,
+    request: GenerateRequest,
+    on_chunk: Callable[[Chunk], None] = lambda chunk: None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Generation:
+    """Send the request and wait for its end. Raises ClientError; cancelling the task cancels the request."""
+    generation = Generation(Timing(sent_at=clock(), streamed=request.stream))
+    chunks = transport.generate(request)
+    try:
+        async for chunk in chunks:
+            generation.timing.arrived(clock(), chunk.num_tokens)
+            generation.chunks.append(chunk)
+            on_chunk(chunk)
+    finally:
+        await chunks.aclose()  # type: ignore[attr-defined]
+    generation.timing.ended_at = clock()
+    generation.text = "".join(chunk.text for chunk in generation.chunks)
+    if generation.chunks:
+        last = generation.chunks[-1]
+        generation.finish_reason = last.finish_reason
+        generation.num_input_tokens, generation.num_cached_tokens = last.num_input_tokens, last.num_cached_tokens
+    return generation
