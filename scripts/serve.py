@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import time
@@ -11,9 +12,11 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from triton_server import ROOT, ServerError, TritonServer
+from triton_server import CACHE, ROOT, ServerError, TritonServer
 
 console = Console(highlight=False)
+MODEL = "llm"
+WATCH_SECONDS = 2.0
 
 
 def serve(
@@ -26,21 +29,25 @@ def serve(
     grpc_port: Annotated[int, typer.Option(min=1, max=65535)] = 8001,
     metrics_port: Annotated[int, typer.Option(min=1, max=65535)] = 8002,
     model_config_name: Annotated[str, typer.Option(help="Serve with configs/NAME.pbtxt in place of config.pbtxt.")] = "",
+    log: Annotated[Path, typer.Option(help="File for Triton's own log.")] = CACHE / "logs" / "triton.log",
     exit_seconds: Annotated[int, typer.Option(help="How long running streams may go on after Ctrl-C.", min=0)] = 10,
 ) -> None:
     """Run Triton until Ctrl-C or SIGTERM; exits 1 with the reason when it cannot load."""
+    for number in (signal.SIGTERM, signal.SIGHUP):  # the server has a session of its own: nobody else would end it
+        signal.signal(number, lambda *_: sys.exit(0))
     server = TritonServer(
         model_repository.resolve(),
         http_port,
         grpc_port,
         metrics_port,
         host=host,
+        log=log,
         environment={"LLM_ENGINE_DIR": str(engine.resolve())},
         options=(f"--model-config-name={model_config_name}",) if model_config_name else (),
         exit_seconds=exit_seconds,
     )
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
+        _check_profile(model_repository, model_config_name)
         _run(server, engine)
     except ServerError as error:
         console.print(f"error: {error}", style="bold red", markup=False, soft_wrap=True)
@@ -52,21 +59,39 @@ def serve(
     console.print("Stopped.")
 
 
+def _check_profile(repository: Path, name: str) -> None:
+    """Triton itself falls back to config.pbtxt in silence."""
+    known = sorted({path.stem for path in repository.glob("*/configs/*.pbtxt")})
+    if name and name not in known:
+        raise ServerError(f"no configs/{name}.pbtxt in {repository}; there is {', '.join(known) or 'none at all'}")
+
+
 def _run(server: TritonServer, engine: Path) -> None:
     started = time.monotonic()
-    with console.status(f"Loading {engine} ..."):
-        server.start()
+    server.start()
+    console.print(f"Loading {engine} (log: {server.log}) ...", markup=False, soft_wrap=True)
+    with console.status("Loading ..."):
         server.wait_until_ready()
-    console.print(f"Ready after {time.monotonic() - started:.1f} s; log: {server.log}")
+    console.print(f"Ready after {time.monotonic() - started:.1f} s:")
     console.print(f"  HTTP     {server.http_url}\n  gRPC     {server.grpc_address}\n  metrics  {server.metrics_url}\n")
     console.print("Try, in another terminal:", style="bold")
     body = '{"text_input": "The capital of France is", "max_tokens": 32, "stream": true}'
     console.print(f"  curl -N {server.http_url}/v2/models/llm/generate_stream -d '{body}'", soft_wrap=True)
-    console.print(
-        f'  .venv/bin/python -m client generate "The capital of France is" --url {server.grpc_address}\n', soft_wrap=True
-    )
+    python = os.path.relpath(sys.executable) if Path(sys.executable).is_relative_to(Path.cwd()) else sys.executable
+    console.print(f'  {python} -m client generate "The capital of France is" --url {server.grpc_address}\n', soft_wrap=True)
     console.print("Ctrl-C stops the server.")
-    status = server.wait()
+    _watch(server)
+
+
+def _watch(server: TritonServer) -> None:
+    """Until the server ends by itself (ServerError). A lost model process ends what runs and starts the server again."""
+    while (status := server.wait(WATCH_SECONDS)) is None:
+        if server.has_lost_process(MODEL):
+            console.print(f"The process of model {MODEL} is gone; starting the server again ...", style="bold yellow")
+            server.stop(wait=False)
+            server.start()
+            server.wait_until_ready()
+            console.print("Ready again.")
     raise ServerError(f"the server ended by itself with status {status}; its log is {server.log}")
 
 

@@ -8,8 +8,11 @@ private copy under .cache/triton; nothing is written into site-packages.
 from __future__ import annotations
 
 import contextlib
+import errno
+import http.client
 import importlib.metadata
 import importlib.util
+import json
 import os
 import shutil
 import signal
@@ -30,6 +33,9 @@ ROOT = Path(__file__).resolve().parents[1]
 CACHE = ROOT / ".cache"
 PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 SHARED_MEMORY = Path("/dev/shm")
+PORT_ERRORS = {errno.EADDRINUSE, errno.EACCES}
+# The server is on this machine or network: asking a proxy of the environment for it would never find it.
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 class ServerError(RuntimeError):
@@ -47,9 +53,11 @@ class Installation:
 
 def find_installation() -> Installation:
     """Raises ServerError that names what is missing and the command that installs it."""
+    # The embedded interpreter finds its prefix, and so this environment's packages, by the first python3 on the PATH.
+    environment = {"PATH": _prepended("PATH", str(Path(sys.prefix) / "bin"))}
     on_path = shutil.which("tritonserver")
     if on_path:
-        return Installation(Path(on_path), None, {})
+        return Installation(Path(on_path), None, environment)
     spec = importlib.util.find_spec("pytriton")  # found, not imported: the package has needs of its own
     if spec is None or not spec.submodule_search_locations:
         raise ServerError(
@@ -58,13 +66,9 @@ def find_installation() -> Installation:
     package = Path(next(iter(spec.submodule_search_locations)))
     _check_numpy()
     libraries = package.parent / "nvidia_pytriton.libs"
-    environment = {
-        "LD_LIBRARY_PATH": _prepended("LD_LIBRARY_PATH", str(libraries), str(_libpython_folder())),
-        # The embedded interpreter finds its prefix, and so this environment's packages, by the first python3 on the PATH.
-        "PATH": _prepended("PATH", str(Path(sys.prefix) / "bin")),
-    }
-    program = _executable(package / "tritonserver" / "bin" / "tritonserver")
-    return Installation(program, _private_backends(package / "tritonserver"), environment)
+    environment["LD_LIBRARY_PATH"] = _prepended("LD_LIBRARY_PATH", str(libraries), str(_libpython_folder()))
+    server = package / "tritonserver"
+    return Installation(server / "bin" / "tritonserver", _private_backends(server), environment)
 
 
 def _check_numpy() -> None:
@@ -82,12 +86,15 @@ def _libpython_folder() -> Path:
     for folder in (sysconfig.get_config_var("LIBDIR"), str(Path(sys.base_prefix) / "lib")):
         if folder and (Path(folder) / name).exists():
             return Path(folder)
-    listing = subprocess.run(["/sbin/ldconfig", "-p"], capture_output=True, text=True, check=False).stdout
-    for line in listing.splitlines():
-        if line.strip().startswith(f"{name} "):
-            return Path(line.split("=>")[1].strip()).parent
+    ldconfig = shutil.which("ldconfig", path=_prepended("PATH", "/sbin", "/usr/sbin"))
+    if ldconfig:
+        listing = subprocess.run([ldconfig, "-p"], capture_output=True, text=True, check=False).stdout
+        for line in listing.splitlines():
+            if line.strip().startswith(f"{name} "):
+                return Path(line.split("=>")[1].strip()).parent
     raise ServerError(
-        f"{name} is missing, which the server's Python backend needs; install it with: apt-get install libpython{PYTHON}"
+        f"{name} is missing, which the server's Python backend needs; install it with: apt-get install libpython{PYTHON} "
+        "(a Python built from source needs --enable-shared)"
     )
 
 
@@ -103,18 +110,11 @@ def _private_backends(server: Path) -> Path:
         unfinished = Path(tempfile.mkdtemp(dir=target.parent))
         shutil.copytree(server / "backends", unfinished, dirs_exist_ok=True)
         shutil.copy2(stub, unfinished / "python" / stub.name)
-        _executable(unfinished / "python" / stub.name)
+        (unfinished / "python" / stub.name).chmod(0o755)  # not every installer keeps the modes of a wheel's files
         with contextlib.suppress(OSError):  # another process was faster
             unfinished.rename(target)
         shutil.rmtree(unfinished, ignore_errors=True)
     return target
-
-
-def _executable(path: Path) -> Path:
-    """Wheels do not always keep the mode of their files."""
-    if not os.access(path, os.X_OK):
-        path.chmod(path.stat().st_mode | 0o111)
-    return path
 
 
 def _prepended(variable: str, *values: str) -> str:
@@ -149,11 +149,12 @@ class TritonServer:
     _process: subprocess.Popen | None = None
 
     def __post_init__(self) -> None:
-        self._prefix = f"llm_{uuid.uuid4().hex[:12]}"
+        self.shared_memory_prefix = f"llm_{uuid.uuid4().hex[:12]}"
 
     @classmethod
     def on_free_ports(cls, repository: Path, log: Path, **fields) -> TritonServer:
-        return cls(repository, *free_ports(3), log=log, **fields)
+        http_port, grpc_port, metrics_port = free_ports(3)
+        return cls(repository, http_port, grpc_port, metrics_port, log=log, **fields)
 
     @property
     def http_url(self) -> str:
@@ -211,31 +212,49 @@ class TritonServer:
 
     def is_ready(self) -> bool:
         try:
-            with urllib.request.urlopen(f"{self.http_url}/v2/health/ready", timeout=2) as response:
+            with DIRECT.open(f"{self.http_url}/v2/health/ready", timeout=2) as response:
                 return response.status == 200
-        except (urllib.error.URLError, OSError):
+        except (OSError, http.client.HTTPException):  # URLError is an OSError
             return False
 
-    def wait(self) -> int:
-        """Until the server ends by itself; its exit status."""
+    def wait(self, seconds: float) -> int | None:
+        """The exit status of a server that ended by itself within this time, or None."""
         assert self._process is not None
-        return self._process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self._process.wait(seconds)
+        return None
 
-    def stop(self) -> None:
-        """Ask it to end, give running streams `exit_seconds` to finish, then end it. Leaves nothing behind."""
+    def has_lost_process(self, model: str) -> bool:
+        """Whether the process of a model is gone. This Triton then neither starts a new one nor ends what ran in it, so the
+        server has to be started again. Asked with a request that generates nothing, since Triton goes on calling the model
+        ready."""
+        body = json.dumps({"text_input": "-", "cancel_request_id": "-"}).encode()
+        try:
+            with DIRECT.open(f"{self.http_url}/v2/models/{model}/generate", body, timeout=5):
+                return False
+        except urllib.error.HTTPError as error:
+            return b"is not healthy" in error.read()
+        except (OSError, http.client.HTTPException):  # a full queue answers late
+            return False
+
+    def stop(self, *, wait: bool = True) -> None:
+        """Ask it to end, give running streams `exit_seconds` to finish, then end it; without `wait`, end it at once. Leaves
+        nothing behind."""
         process = self._process
         if process is None:
             return
-        if process.poll() is None:
-            process.send_signal(signal.SIGINT)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(self.exit_seconds + 5)
-        with contextlib.suppress(ProcessLookupError):  # the stubs, if any is left
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        for region in SHARED_MEMORY.glob(f"{self._prefix}*"):
-            region.unlink(missing_ok=True)
-        self._process = None
+        try:
+            if wait and process.poll() is None:
+                process.send_signal(signal.SIGINT)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(self.exit_seconds + 5)
+        finally:  # also when a second Ctrl-C cuts the wait short
+            with contextlib.suppress(ProcessLookupError):  # the stubs, if any is left
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            for region in SHARED_MEMORY.glob(f"{self.shared_memory_prefix}*"):
+                region.unlink(missing_ok=True)
+            self._process = None
 
     def _arguments(self, installation: Installation) -> Iterator[str]:
         yield f"--model-repository={self.repository}"
@@ -247,23 +266,26 @@ class TritonServer:
         yield "--model-control-mode=explicit"
         yield "--load-model=*"
         yield f"--exit-timeout-secs={self.exit_seconds}"
-        yield f"--backend-config=python,shm-region-prefix-name={self._prefix}"
+        yield f"--backend-config=python,shm-region-prefix-name={self.shared_memory_prefix}"
         yield from self.options
 
     def _check_ports(self) -> None:
-        for variable, port in [
-            ("HTTP_PORT", self.http_port),
-            ("GRPC_PORT", self.grpc_port),
-            ("METRICS_PORT", self.metrics_port),
-        ]:
-            with socket.socket() as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        """Named as the variables of the Makefile, which is how most people start a server."""
+        with contextlib.ExitStack() as stack:  # all are held to the end, so that two equal ones are noticed
+            for variable, port in [
+                ("HTTP_PORT", self.http_port),
+                ("GRPC_PORT", self.grpc_port),
+                ("METRICS_PORT", self.metrics_port),
+            ]:
+                probe = stack.enter_context(socket.socket())
                 try:
+                    # Ports of connections that ended a moment ago are free for a server, but not for a plain bind.
+                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                     probe.bind((self.host, port))
+                    probe.listen()
                 except OSError as error:
-                    raise ServerError(
-                        f"port {port} of {self.host} cannot be used ({error.strerror}); choose another {variable}"
-                    ) from None
+                    remedy = f"choose another {variable}" if error.errno in PORT_ERRORS else "choose another HOST"
+                    raise ServerError(f"port {port} of {self.host} cannot be used ({error.strerror}); {remedy}") from None
 
     def _failure(self, what: str) -> str:
         return "\n".join([f"{what}; its log is {self.log}", *failure_reasons(self.log.read_text(errors="replace"))])

@@ -23,7 +23,7 @@ from tritonclient.utils import InferenceServerException
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))
 
-from triton_server import TritonServer  # noqa: E402
+from triton_server import ServerError, TritonServer, free_ports  # noqa: E402, F401
 
 WATCHDOG_SECONDS = 60.0
 TYPES = {"STRING": "BYTES", "INT32": "INT32", "FP32": "FP32", "BOOL": "BOOL", "UINT64": "UINT64"}

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from llm_runtime.engine import Engine
-from llm_runtime.errors import RequestError
+from llm_runtime.errors import EngineError, RequestError
 from llm_runtime.types import FinishReason, GenerationRequest, SequenceOutput
 
 log = logging.getLogger(__name__)
@@ -27,16 +27,18 @@ OutputHandler = Callable[[list[SequenceOutput]], None]
 
 
 class Worker:
-    """Runs an engine until it is stopped or the engine fails.
+    """Runs an engine until it is stopped.
 
     Every submitted request gets exactly one final output, whatever happens. `on_outputs` is called on the worker thread and
-    must not block; `on_failure` is called once, last, after the final outputs of a failed engine were handed over.
+    must not block. When a step fails, all live requests end with its message, and `recover` is to make the engine fit to go on;
+    where it raises, every later request ends with an error at once.
     """
 
-    def __init__(self, engine: Engine, on_outputs: OutputHandler, on_failure: Callable[[str], None]) -> None:
+    def __init__(self, engine: Engine, on_outputs: OutputHandler, recover: Callable[[], None]) -> None:
         self._engine = engine
         self._on_outputs = on_outputs
-        self._on_failure = on_failure
+        self._recover = recover
+        self._broken = ""  # why nothing can be served any more
         self._changed = threading.Condition()
         self._inbox: list[GenerationRequest] = []
         self._cancelled: list[str] = []
@@ -77,20 +79,29 @@ class Worker:
         if self._thread.is_alive():
             self._thread.join()
 
+    @property
+    def is_healthy(self) -> bool:
+        return not self._broken
+
     def _run(self) -> None:
-        try:
-            while self._take_messages():
+        while self._take_messages():
+            try:
                 outputs = self._engine.step(time.monotonic())
+            except Exception as error:  # whatever failed, what was in flight is lost
+                log.exception("a step failed")
+                outputs = self._engine.fail_all(f"the engine failed: {error}")
                 self._publish(outputs)
-            self._publish(self._engine.fail_all("the server is shutting down"))
+                self._try_to_recover()
+            else:
+                self._publish(outputs)
+        self._publish(self._engine.fail_all("the server is shutting down"))
+
+    def _try_to_recover(self) -> None:
+        try:
+            self._recover()
         except Exception as error:
-            # Whatever failed, the engine's state is no longer to be trusted: end all requests, then the process.
-            log.exception("the engine failed")
-            message = f"the engine failed: {error}"
-            with self._changed:
-                pending, self._inbox = self._inbox, []
-            self._publish(self._engine.fail_all(message) + [_failed(request, message) for request in pending])
-            self._on_failure(message)
+            log.exception("the engine could not be made again; reload the model")
+            self._broken = f"the engine failed and could not be made again: {error}"
 
     def _take_messages(self) -> bool:
         """Wait for something to do and give it to the engine; False when it is time to stop."""
@@ -101,8 +112,10 @@ class Worker:
             stopping = self._stopping
         for request in requests:
             try:
+                if self._broken:
+                    raise EngineError(self._broken)
                 self._engine.add(request)
-            except RequestError as error:
+            except (RequestError, EngineError) as error:
                 self._publish([_failed(request, str(error))])
         for request_id in cancelled:
             self._engine.cancel(request_id)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -43,14 +42,18 @@ class Service:
         check_files(folder, manifest)
         num_pages, max_context = size_cache(self._parameters, manifest)
         self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        executor = OrtExecutor(folder, manifest, num_pages, _ort_options(self._parameters))
+
+        def make_executor() -> OrtExecutor:
+            return OrtExecutor(folder, manifest, num_pages, _ort_options(self._parameters))
+
+        self._make_executor = make_executor
+        executor = make_executor()
         self._parser = RequestParser(self._tokenizer, _limits(self._parameters, manifest, max_context))
         self._engine = Engine(executor, self._tokenizer, _engine_config(self._parameters, manifest, max_context))
         self._metrics = EngineMetrics(model_name, version)
-        self._worker = Worker(self._engine, self._on_outputs, self._on_failure)
+        self._worker = Worker(self._engine, self._on_outputs, self._make_executor_again)
         self._sender = StreamSender(on_left=self._worker.cancel, on_tick=lambda: self._metrics.update(self._engine.stats))
         self._ids = itertools.count()
-        self.is_healthy = True
         log.info(
             "%s: %d sequences, %d pages of %d tokens, context %d, %s attention",
             manifest.name,
@@ -78,12 +81,15 @@ class Service:
                 sender.send(codec.internal_error(f"the request could not be read: {error}"), flags=FINAL)
         self._worker.submit([parsed.generation for parsed in accepted])
 
+    @property
+    def is_healthy(self) -> bool:
+        return self._worker.is_healthy
+
     def wait_for_room(self) -> None:
         self._worker.wait_for_room()
 
     def close(self) -> None:
         """End what still runs with an error, send everything, free the engine."""
-        self.is_healthy = False
         self._worker.stop()
         self._sender.stop()
         self._engine.executor.close()
@@ -118,12 +124,11 @@ class Service:
     def _on_outputs(self, outputs: list) -> None:
         self._sender.put(outputs)
 
-    def _on_failure(self, message: str) -> None:
-        """A device that failed is not to be trusted again: answer everybody, then let Triton start a new process."""
-        self.is_healthy = False
-        self._sender.stop()
-        log.critical("%s; this process ends, and Triton starts a new one with the next request", message)
-        os._exit(1)
+    def _make_executor_again(self) -> None:
+        """A device that failed is not to be trusted with the state it had. This Triton never restarts a model's process by
+        itself, so the process stays, and only what failed is made anew."""
+        self._engine.executor.close()
+        self._engine.executor = self._make_executor()
 
 
 def _ort_options(parameters: Parameters) -> OrtOptions:
