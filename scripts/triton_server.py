@@ -298,7 +298,8 @@ def failure_reasons(log: str) -> list[str]:
         line = line.strip()
         is_error = line.startswith("E") and line[1:2].isdigit() and "] " in line
         is_ours = line.startswith(("ERROR ", "CRITICAL ", "llm_runtime.errors."))
-        if not (is_error or is_ours):
+        is_syntax = line.startswith("[libprotobuf ERROR ")  # where in config.pbtxt
+        if not (is_error or is_ours or is_syntax):
             continue
         reason = line.split("] ", 1)[-1].strip('"').split("\\n\\nAt:")[0]
         # Triton repeats a model's own error with more words around it each time.
