@@ -9,13 +9,20 @@ GRPC_PORT    ?= 8001
 METRICS_PORT ?= 8002
 PROFILE      ?=
 PYTHON       ?= python3
-# Installed first: a release whose plain build suffices to build engines on a CPU. For a GPU say e.g. TORCH='torch>=2.13'.
+# Only the builder needs torch, and on a CPU any build of it does. Installed first and as one version, so that pip takes a CPU
+# build of it (2.13.0+cpu) where one is offered and keeps one that is there, instead of replacing it by the newest release with
+# gigabytes of CUDA libraries. With a GPU say e.g. TORCH='torch>=2.13'.
 TORCH        ?= torch==2.13.0
 
 VENV   := .venv
 PIP    := $(VENV)/bin/python -m pip --disable-pip-version-check
-NAME   := $(notdir $(patsubst %/,%,$(basename $(MODEL))))-$(PRECISION)$(if $(filter int4,$(PRECISION)),-b$(BLOCK_SIZE))
+# The whole path or hub id, since two models may differ in their folder only: Qwen/Qwen3-0.6B -> Qwen--Qwen3-0.6B-int4-b128.
+NAME   := $(subst /,--,$(patsubst /%,%,$(patsubst ./%,%,$(patsubst %/,%,$(MODEL:.gguf=)))))-$(PRECISION)$(if $(filter int4,$(PRECISION)),-b$(BLOCK_SIZE))
 ENGINE := engines/$(NAME)
+
+ifneq ($(words $(MODEL)),1)
+$(error MODEL must be a hub id, a folder or a .gguf file, without spaces; got "$(MODEL)")
+endif
 
 .PHONY: help serve engine test lint clean
 .DEFAULT_GOAL := help
@@ -47,6 +54,7 @@ lint: $(VENV)/.dev ## Check style and types
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+	$(VENV)/bin/mypy scripts
 
 clean: ## Remove the environment, engines and caches
 	rm -rf $(VENV) engines .cache .pytest_cache .mypy_cache .ruff_cache
@@ -55,8 +63,8 @@ clean: ## Remove the environment, engines and caches
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 10) <= v <= (3, 12) else "Python %d.%d cannot run the packaged Triton (its numpy 1 has no build for it); use 3.10, 3.11 or 3.12: make PYTHON=python3.11 ..." % v)'
 	@echo "Making $(VENV) ..."
-	@$(PYTHON) -m venv $(VENV)
-	@$(PIP) install --quiet --upgrade pip
+	@# Half an environment (without pip, say) would pass for a whole one the next time.
+	@$(PYTHON) -m venv $(VENV) && $(PIP) install --quiet --upgrade pip || { rm -rf $(VENV); exit 1; }
 
 $(VENV)/.serve: pyproject.toml | $(VENV)/bin/python
 	@echo "Installing packages (a few minutes the first time) ..."
