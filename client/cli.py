@@ -31,8 +31,9 @@ def _main() -> None:
 
 
 @app.command(
-    epilog="Exit codes: 0 done, 1 failed, 2 wrong usage, 3 server unreachable, 4 request refused, "
-    "5 server overloaded or timed out, 6 cancelled, 130 interrupted."
+    epilog="Exit codes: 0 done, 1 the server failed, 2 wrong usage, 3 server unreachable, 4 request refused (also: no such "
+    "model, or not ready), 5 server overloaded or the wait timed out, 6 cancelled by the server, 130 interrupted (Ctrl-C "
+    "cancels the request). Errors are one line on standard error."
 )
 def generate(
     prompt: Annotated[str, typer.Argument(help="Text to continue; - reads it from standard input.")],
@@ -57,20 +58,21 @@ def generate(
 ) -> None:
     """Continue a prompt: text as it comes, then TTFT, ITL and tokens/s."""
     optional = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed, "ignore_eos": ignore_eos or None}
-    request = GenerateRequest(
-        prompt=sys.stdin.read() if prompt == "-" else prompt,
-        max_tokens=max_tokens,
-        stream=stream,
-        stop=tuple(stop or ()),
-        cache_salt=cache_salt,
-        sampling={name: value for name, value in optional.items() if value is not None},
-        priority=priority,
-        timeout_ms=timeout_ms,
-        deadline_ms=deadline_ms,
-    )
     try:
+        request = GenerateRequest(
+            prompt=sys.stdin.read() if prompt == "-" else prompt,
+            max_tokens=max_tokens,
+            stream=stream,
+            stop=tuple(stop or ()),
+            cache_salt=cache_salt,
+            sampling={name: value for name, value in optional.items() if value is not None},
+            priority=priority,
+            timeout_ms=timeout_ms,
+            deadline_ms=deadline_ms,
+        )
         generation = asyncio.run(_generate(protocol.value, url, model, request, show=not as_json))
     except KeyboardInterrupt:
+        typer.secho("interrupted: the request was cancelled", fg="red", err=True)
         raise typer.Exit(130) from None
     except ClientError as error:
         name = "cancelled" if isinstance(error, CancelledError) else "error"
@@ -112,12 +114,13 @@ def summary(generation: Generation) -> dict[str, Any]:
 
 
 def summary_line(generation: Generation) -> str:
+    """The same in one line for people."""
     values = summary(generation)
     parts = [
         f"{values['num_input_tokens']} tokens in ({values['num_cached_tokens']} cached), {values['num_output_tokens']} out",
         f"TTFT {_shown(values['ttft_ms'])}",
         f"ITL mean {_shown(values['itl_mean_ms'])}, p99 {_shown(values['itl_p99_ms'])}",
-        f"{values['tokens_per_second'] or 0:.1f} tokens/s",
+        _shown(values["tokens_per_second"], "tokens/s"),
         f"finished: {values['finish_reason']}",
     ]
     return " | ".join(parts)
@@ -131,5 +134,5 @@ def _ms(seconds: float | None) -> float | None:
     return None if seconds is None else seconds * 1e3
 
 
-def _shown(milliseconds: float | None) -> str:
-    return "-" if milliseconds is None else f"{milliseconds:.1f} ms"
+def _shown(value: float | None, unit: str = "ms") -> str:
+    return "-" if value is None else f"{value:.1f} {unit}"

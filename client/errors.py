@@ -15,8 +15,12 @@ class UnreachableError(ClientError):
     exit_code = 3
 
 
+class ServerError(ClientError):
+    """The server failed, or answered with what is not its protocol."""
+
+
 class RefusedError(ClientError):
-    """The server refuses what was asked for: a bad value, an unknown model."""
+    """What was asked for cannot be served: a bad value, an unknown model or one that is not ready."""
 
     exit_code = 4
 
@@ -33,16 +37,28 @@ class CancelledError(ClientError):
     exit_code = 6
 
 
-# Triton's own words; a stream of gRPC responses carries no status beside the message.
+# Triton's own words: an error inside a stream may be a message without a status.
 _OVERLOADED = ("exceeds maximum queue size", "timeout expired", "timeout passed while it waited")
 _CANCELLED = ("cancelled",)
 
 
-def from_message(message: str) -> ClientError:
-    """The error that a server's message stands for."""
-    lowered = message.lower()
+_FAILED = ("stub process", "traceback (most recent call last)")
+
+
+def from_message(message: str, otherwise: type[ClientError] = RefusedError) -> ClientError:
+    """The error that a server's message stands for; `otherwise` where its words do not tell."""
+    line = one_line(message)
+    lowered = line.lower()
     if any(words in lowered for words in _OVERLOADED):
-        return OverloadedError(message)
+        return OverloadedError(line)
     if any(words in lowered for words in _CANCELLED):
-        return CancelledError(message)
-    return RefusedError(message)
+        return CancelledError(line)
+    if any(words in lowered for words in _FAILED):
+        return ServerError(line)
+    return otherwise(line)
+
+
+def one_line(message: str) -> str:
+    """Without line breaks, and without the request's id that Triton puts first: ours has none that would help."""
+    line = " ".join(message.split())
+    return line.split("] ", 1)[1] if line.startswith("[request id: ") and "] " in line else line

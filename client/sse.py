@@ -16,14 +16,14 @@ class EventParser:
         self._rest = ""
 
     def push(self, data: bytes) -> list[str]:
-        """The data of every event line that is complete now."""
+        """The data of every event line that is complete now. Raises UnicodeDecodeError for bytes that are not UTF-8."""
         self._rest += self._decoder.decode(data)
         *lines, self._rest = self._rest.split("\n")
         return [event for line in lines if (event := _event(line)) is not None]
 
     def finish(self) -> list[str]:
-        """What a server that ends without a newline left."""
-        line, self._rest = self._rest, ""
+        """What a server that ends without a newline left. Raises UnicodeDecodeError if that ends inside a character."""
+        line, self._rest = self._rest + self._decoder.decode(b"", final=True), ""
         event = _event(line)
         return [] if event is None else [event]
 

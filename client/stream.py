@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from client.errors import ServerError
 from client.timing import Timing
 from client.transport import Transport
 from client.wire import Chunk, GenerateRequest
@@ -29,7 +30,11 @@ async def run(
     on_chunk: Callable[[Chunk], None] = lambda chunk: None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Generation:
-    """Send the request and wait for its end. Raises ClientError; cancelling the task cancels the request."""
+    """Send the request and wait for its end.
+
+    `on_chunk` is called with each chunk as it comes. Cancelling the task cancels the request on the server, so a limit of the
+    caller's own is `asyncio.wait_for(run(...), seconds)`. Raises ClientError, also for an answer that stops short.
+    """
     generation = Generation(Timing(sent_at=clock(), streamed=request.stream))
     chunks = transport.generate(request)
     try:
@@ -38,11 +43,12 @@ async def run(
             generation.chunks.append(chunk)
             on_chunk(chunk)
     finally:
-        await chunks.aclose()  # type: ignore[attr-defined]
+        await chunks.aclose()
     generation.timing.ended_at = clock()
+    if not generation.chunks or not generation.chunks[-1].finish_reason:
+        raise ServerError(f"the answer ended after {generation.timing.num_tokens} tokens, before its last response")
+    last = generation.chunks[-1]
     generation.text = "".join(chunk.text for chunk in generation.chunks)
-    if generation.chunks:
-        last = generation.chunks[-1]
-        generation.finish_reason = last.finish_reason
-        generation.num_input_tokens, generation.num_cached_tokens = last.num_input_tokens, last.num_cached_tokens
+    generation.finish_reason = last.finish_reason
+    generation.num_input_tokens, generation.num_cached_tokens = last.num_input_tokens, last.num_cached_tokens
     return generation

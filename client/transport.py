@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any, Protocol
 
 import grpc
@@ -12,70 +12,102 @@ import tritonclient.grpc.aio as triton_grpc
 from tritonclient.utils import InferenceServerException
 
 from client import wire
-from client.errors import ClientError, OverloadedError, RefusedError, UnreachableError, from_message
+from client.errors import (
+    CancelledError,
+    ClientError,
+    OverloadedError,
+    RefusedError,
+    ServerError,
+    UnreachableError,
+    from_message,
+    one_line,
+)
 from client.sse import EventParser
+
+# A proxy of the environment could not find a server on this machine, and every local server would seem to be down.
+_LOCAL_HOSTS = {"127.0.0.1", "localhost", "[::1]"}
 
 
 class Transport(Protocol):
-    def generate(self, request: wire.GenerateRequest) -> AsyncIterator[wire.Chunk]:
-        """The chunks of one request, the last with a finish reason. Closing the iterator cancels the request.
+    """Carries requests to one model of one server."""
+
+    def generate(self, request: wire.GenerateRequest) -> AsyncGenerator[wire.Chunk, None]:
+        """The chunks of one request, the last with a finish reason. Closing the generator cancels the request.
 
         Raises ClientError.
         """
         ...
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Close the connections; requests that still run are cancelled."""
+        ...
 
 
 class GrpcTransport:
     """`address` is host:port. One HTTP/2 connection carries all streams."""
 
     def __init__(self, address: str, model: str = "llm") -> None:
-        self._address = address
+        self._address = address.removeprefix("http://").removeprefix("grpc://").rstrip("/")
         self._model = model
-        self._client = triton_grpc.InferenceServerClient(address)
+        direct = [("grpc.enable_http_proxy", 0)] if _is_local(self._address) else []
+        size = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
+        self._client = triton_grpc.InferenceServerClient(self._address, channel_args=size + direct)
 
-    async def generate(self, request: wire.GenerateRequest) -> AsyncIterator[wire.Chunk]:
-        responses = self._client.stream_infer(self._requests(request))
-        try:
-            async for result, error in responses:
-                if error is not None:
-                    raise from_message(_message(error))
-                chunk = wire.from_grpc(result)
-                yield chunk
-                if chunk.finish_reason:
-                    return
-        except InferenceServerException as error:
-            raise _grpc_error(self._address, error) from error
-        except grpc.aio.AioRpcError as error:
-            raise UnreachableError(f"{self._address}: {error.details()}") from error
-        finally:
-            responses.cancel()
-
-    async def close(self) -> None:
-        await self._client.close()
-
-    async def _requests(self, request: wire.GenerateRequest) -> AsyncIterator[dict[str, Any]]:
-        yield {
+    async def generate(self, request: wire.GenerateRequest) -> AsyncGenerator[wire.Chunk, None]:
+        """One stream a request: see Transport."""
+        message = {
             "model_name": self._model,
+            # Made before the stream: an error in the iterator that feeds it would look like a cancelled task.
             "inputs": wire.to_grpc(request),
             "priority": request.priority,
             "timeout": request.timeout_us or None,
         }
+        # The header asks for errors with a status, which end the stream; an old server ignores it and sends messages alone.
+        responses = self._client.stream_infer(_once(message), headers={"triton_grpc_error": "true"})
+        try:
+            async for result, error in responses:
+                if error is not None:
+                    raise from_message(error.message())
+                chunk = wire.from_grpc(result)
+                yield chunk
+                if chunk.finish_reason:
+                    return
+        except grpc.aio.AioRpcError as error:
+            raise _grpc_error(self._address, error.code(), error.details() or "") from error
+        except InferenceServerException as error:
+            raise from_message(error.message(), ServerError) from error
+        finally:
+            responses.cancel()
+
+    async def close(self) -> None:
+        """See Transport."""
+        await self._client.close()
+
+
+def _is_local(address: str) -> bool:
+    host_port = address.split("://")[-1].split("/")[0]
+    return host_port in _LOCAL_HOSTS or host_port.rpartition(":")[0] in _LOCAL_HOSTS
+
+
+async def _once(message: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+    yield message
 
 
 class HttpTransport:
     """`url` is http://host:port. `client` is for tests."""
 
     def __init__(self, url: str, model: str = "llm", client: httpx.AsyncClient | None = None) -> None:
-        self._url = url.rstrip("/")
+        self._url = (url if "://" in url else f"http://{url}").rstrip("/")
         self._model = model
         # No limit on the wait for a token: how long that may take is the server's to say.
         self._client = client or httpx.AsyncClient(
-            timeout=httpx.Timeout(10.0, read=None), limits=httpx.Limits(max_connections=None)
+            timeout=httpx.Timeout(10.0, read=None),
+            limits=httpx.Limits(max_connections=None),
+            trust_env=not _is_local(self._url),
         )
 
-    async def generate(self, request: wire.GenerateRequest) -> AsyncIterator[wire.Chunk]:
+    async def generate(self, request: wire.GenerateRequest) -> AsyncGenerator[wire.Chunk, None]:
+        """One POST a request: see Transport."""
         path = "generate_stream" if request.stream else "generate"
         url = f"{self._url}/v2/models/{self._model}/{path}"
         try:
@@ -84,45 +116,71 @@ class HttpTransport:
                     raise _http_error(response.status_code, await response.aread())
                 async for event in _events(response, request.stream):
                     if "error" in event:
-                        raise from_message(event["error"])
+                        raise from_message(str(event["error"]))
                     yield wire.from_http(event)
-        except httpx.HTTPError as error:
-            raise UnreachableError(f"{self._url}: {str(error) or type(error).__name__}") from error
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise UnreachableError(f"{self._url}: {one_line(str(error)) or type(error).__name__}") from error
 
     async def close(self) -> None:
+        """See Transport."""
         await self._client.aclose()
 
 
 async def _events(response: httpx.Response, stream: bool) -> AsyncIterator[dict[str, Any]]:
     if not stream:
-        yield json.loads(await response.aread())
+        yield _parsed(await response.aread())
         return
     parser = EventParser()
-    async for data in response.aiter_bytes():
-        for event in parser.push(data):
-            yield json.loads(event)
-    for event in parser.finish():
-        yield json.loads(event)
+    try:
+        async for data in response.aiter_bytes():
+            for event in parser.push(data):
+                yield _parsed(event)
+        for event in parser.finish():
+            yield _parsed(event)
+    except UnicodeDecodeError as error:
+        raise ServerError(f"the server sent what is not UTF-8 text: {error}") from error
+
+
+def _parsed(data: str | bytes) -> dict[str, Any]:
+    try:
+        event = json.loads(data)
+    except ValueError:
+        event = None
+    if not isinstance(event, dict):
+        raise ServerError(f"the server sent what is not a JSON object: {data[:100]!r}")
+    return event
 
 
 def _http_error(status: int, body: bytes) -> ClientError:
     """Triton says why in {"error": ...}, in a stream behind `data: `."""
     text = body.decode(errors="replace").strip().removeprefix("data: ")
     try:
-        message = json.loads(text)["error"]
+        message = one_line(str(json.loads(text)["error"]))
     except (ValueError, KeyError, TypeError):
-        message = f"HTTP status {status}: {text[:200]}"
-    kind = {400: RefusedError, 404: RefusedError, 503: OverloadedError}.get(status)
-    return kind(message) if kind else from_message(message)
+        message = one_line(f"HTTP status {status}: {text[:200]}")
+    if status in (408, 429, 503, 504):
+        return OverloadedError(message)
+    if status == 499:
+        return CancelledError(message)
+    return from_message(message, RefusedError if 400 <= status < 500 else ServerError)
 
 
-def _grpc_error(address: str, error: InferenceServerException) -> ClientError:
-    if error.status() == "StatusCode.UNAVAILABLE":
-        return UnreachableError(f"{address}: {_message(error)}")
-    return from_message(_message(error))
+_GRPC_ERRORS: dict[grpc.StatusCode, type[ClientError]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: RefusedError,
+    grpc.StatusCode.NOT_FOUND: RefusedError,
+    grpc.StatusCode.UNIMPLEMENTED: RefusedError,
+    grpc.StatusCode.PERMISSION_DENIED: RefusedError,
+    grpc.StatusCode.UNAUTHENTICATED: RefusedError,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: OverloadedError,
+    grpc.StatusCode.DEADLINE_EXCEEDED: OverloadedError,
+    grpc.StatusCode.CANCELLED: CancelledError,
+}
 
 
-def _message(error: InferenceServerException) -> str:
-    """Triton puts the request's id before its message; ours has none that would help."""
-    text = error.message() or str(error)
-    return text.split("] ", 1)[1] if text.startswith("[request id: ") and "] " in text else text
+def _grpc_error(address: str, code: grpc.StatusCode, details: str) -> ClientError:
+    if code is not grpc.StatusCode.UNAVAILABLE:
+        kind = _GRPC_ERRORS.get(code, ServerError)
+        return kind(one_line(details) or f"gRPC status {code.name}")
+    # Both a server that is not there and Triton's refusals have this status.
+    error = from_message(details, UnreachableError)
+    return UnreachableError(f"{address}: {error}") if isinstance(error, UnreachableError) else error

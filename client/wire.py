@@ -10,13 +10,17 @@ from typing import Any
 import numpy as np
 from tritonclient.grpc import InferInput, InferResult
 
+from client.errors import RefusedError
+
+_INT32_MAX = 2**31 - 1
+
 
 @dataclass(frozen=True)
 class GenerateRequest:
     """One prompt to continue. `sampling` holds what differs from the model's defaults, by the model's names.
 
     `priority` 1 is first, 0 the model's default. `timeout_ms` bounds the wait in the server's queue, `deadline_ms` the whole
-    generation; 0: none of ours.
+    generation; 0: none of ours. Raises RefusedError for what no tensor can hold; what the model allows is the server's to say.
     """
 
     prompt: str
@@ -29,8 +33,21 @@ class GenerateRequest:
     timeout_ms: int = 0
     deadline_ms: int = 0
 
+    def __post_init__(self) -> None:
+        if abs(self.max_tokens) > _INT32_MAX:  # the array would wrap around without a word
+            raise RefusedError(f"max_tokens: got {self.max_tokens}; allowed: at most {_INT32_MAX}")
+        if min(self.priority, self.timeout_ms, self.deadline_ms) < 0:
+            raise RefusedError("priority, timeout_ms, deadline_ms: allowed: 0 or more")
+        texts = [("prompt", self.prompt), ("cache_salt", self.cache_salt), *(("stop", word) for word in self.stop)]
+        for name, text in texts:
+            try:
+                text.encode()
+            except UnicodeEncodeError:
+                raise RefusedError(f"{name}: got {text[:20]!r}; allowed: UTF-8 text") from None
+
     @property
     def timeout_us(self) -> int:
+        """As Triton counts it."""
         return self.timeout_ms * 1000
 
 
@@ -46,6 +63,7 @@ class Chunk:
 
 
 def sampling_json(request: GenerateRequest) -> str:
+    """What is optional, as the value of `sampling_parameters`."""
     deadline = {"deadline_ms": request.deadline_ms} if request.deadline_ms else {}
     return json.dumps(dict(request.sampling) | deadline)
 
@@ -86,12 +104,13 @@ def to_http(request: GenerateRequest) -> dict[str, Any]:
 
 
 def from_grpc(result: InferResult) -> Chunk:
+    """The chunk in one response of a gRPC stream."""
     outputs = {output.name: result.as_numpy(output.name) for output in result.get_response().outputs}
     return _chunk({name: array.reshape(-1).tolist() for name, array in outputs.items()})
 
 
 def from_http(body: Mapping[str, Any]) -> Chunk:
-    """Over HTTP a tensor of one element is a plain value."""
+    """The chunk in one event, or in the body of /generate. Over HTTP a tensor of one element is a plain value."""
     return _chunk({name: value if isinstance(value, list) else [value] for name, value in body.items()})
 
 
