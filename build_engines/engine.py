@@ -27,6 +27,9 @@ from llm_runtime.manifest import (
 )
 
 PACKAGES = ("nvidia-modelopt", "onnx", "onnx-ir", "torch", "transformers")
+# Of an int8 head, whose rows have one scale each: one bit less than there is room for, since processors without VNNI add
+# two products of an unsigned and a signed byte in 16 bits, which more would overflow.
+ROW_BITS = 7
 HEAD_BLOCKS = (128, 64, 32)  # of the head and the embedding: the largest that divides hidden_size
 
 
@@ -97,9 +100,9 @@ def _head_and_embedding(checkpoint: Checkpoint, lm_head: str) -> tuple[LinearWei
     assert isinstance(embedding, Int8Weights)
     if not isinstance(head, FloatWeights):
         return head, embedding
-    if checkpoint.config.tie_embeddings and lm_head == "int8":
-        return embedding, embedding
-    return round_to_nearest(head.weight, 4 if lm_head == "int4" else 8, block), embedding
+    if lm_head == "int4":
+        return round_to_nearest(head.weight, 4, block), embedding
+    return round_to_nearest(head.weight, ROW_BITS, head.weight.shape[1]), embedding
 
 
 def _externalize(tensors: dict[str, ir.TensorProtocol], folder: Path, file_name: str) -> dict[str, ir.TensorProtocol]:

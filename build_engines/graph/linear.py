@@ -67,6 +67,39 @@ class BlockQuantizedLinear:
 
 
 @dataclass(frozen=True)
+class RowQuantizedLinear:
+    """int8 weight with one float32 scale for each output, multiplied in integers; stored [in, out].
+
+    Each row of x is rounded to eight bits by its own largest value, so a row's result never depends on the rows beside it.
+    The sum over the inputs is exact. ONNX Runtime's integer product is faster than its block-wise one, most of all in a
+    batch.
+    """
+
+    name: str
+    weights: Int8Weights
+
+    def tensors(self) -> dict[str, ir.TensorProtocol]:
+        values = np.ascontiguousarray(self.weights.values.T)
+        return _named(self.name, weight=values, weight_scale=self.weights.scales.reshape(-1), bias=self.weights.bias)
+
+    def __call__(self, b: GraphBuilder, x: ir.Value) -> ir.Value:
+        largest = b.op("ReduceMax", b.op("Abs", x), b.const([-1]), keepdims=1)
+        scale = b.op("Div", b.op("Max", largest, b.const(np.finfo(np.float32).tiny, np.float32)), b.const(127, np.float32))
+        rounded = b.op("Add", b.op("Round", b.op("Div", x, scale)), b.const(128, np.float32))
+        y = b.op(
+            "MatMulIntegerToFloat",
+            b.op("Cast", rounded, to=ir.DataType.UINT8),
+            b.weight(f"{self.name}.weight"),
+            b.const(1, np.float32),
+            b.weight(f"{self.name}.weight_scale"),
+            b.const(128, np.uint8),
+            domain="com.microsoft",
+        )
+        y = b.op("Mul", y, scale)
+        return y if self.weights.bias is None else b.op("Add", y, b.weight(f"{self.name}.bias"))
+
+
+@dataclass(frozen=True)
 class SideBySide:
     """Several linears of one input whose outputs stand beside each other, when their weights cannot be one matrix."""
 
@@ -81,7 +114,11 @@ class SideBySide:
 
 def make_linear(name: str, weights: LinearWeights) -> Linear:
     """The linear class of these weights: the one place that decides it."""
-    return FloatLinear(name, weights) if isinstance(weights, FloatWeights) else BlockQuantizedLinear(name, weights)
+    if isinstance(weights, FloatWeights):
+        return FloatLinear(name, weights)
+    if isinstance(weights, Int8Weights) and weights.block_size == weights.values.shape[1]:
+        return RowQuantizedLinear(name, weights)
+    return BlockQuantizedLinear(name, weights)
 
 
 def make_fused_linear(prefix: str, parts: Sequence[tuple[str, LinearWeights]]) -> Linear:
@@ -101,7 +138,7 @@ def make_fused_linear(prefix: str, parts: Sequence[tuple[str, LinearWeights]]) -
         if len(blocks) == len(weights) and all(_same_input(blocks[0], other) for other in blocks[1:]):
             values = np.concatenate([w.values for w in blocks])
             scales = np.concatenate([w.scales for w in blocks])
-            return BlockQuantizedLinear(name, kind(values, scales, blocks[0].block_size, blocks[0].pre_quant_scale, bias))
+            return make_linear(name, kind(values, scales, blocks[0].block_size, blocks[0].pre_quant_scale, bias))
     return SideBySide(tuple(make_linear(f"{prefix}.{name}", part) for name, part in parts))
 
 
