@@ -116,8 +116,9 @@ def summary(generation: Generation) -> dict[str, Any]:
 def summary_line(generation: Generation) -> str:
     """The same in one line for people."""
     values = summary(generation)
+    counts = {name: "?" if values[name] is None else values[name] for name in ("num_input_tokens", "num_cached_tokens")}
     parts = [
-        f"{values['num_input_tokens']} tokens in ({values['num_cached_tokens']} cached), {values['num_output_tokens']} out",
+        f"{counts['num_input_tokens']} tokens in ({counts['num_cached_tokens']} cached), {values['num_output_tokens']} out",
         f"TTFT {_shown(values['ttft_ms'])}",
         f"ITL mean {_shown(values['itl_mean_ms'])}, p99 {_shown(values['itl_p99_ms'])}",
         _shown(values["tokens_per_second"], "tokens/s"),

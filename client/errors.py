@@ -37,12 +37,17 @@ class CancelledError(ClientError):
     exit_code = 6
 
 
-# Triton's own words: an error inside a stream may be a message without a status.
+# Words of Triton's and of the model's. A message may be all there is: an error inside a stream has no status, and over HTTP
+# Triton gives every error that a model sends status 400, whatever its code.
 _OVERLOADED = ("exceeds maximum queue size", "timeout expired", "timeout passed while it waited")
 _CANCELLED = ("cancelled",)
-
-
-_FAILED = ("stub process", "traceback (most recent call last)")
+_FAILED = (
+    "stub process",
+    "traceback (most recent call last)",
+    "the engine failed",
+    "the request could not be read",
+    "the server is shutting down",
+)
 
 
 def from_message(message: str, otherwise: type[ClientError] = RefusedError) -> ClientError:

@@ -88,6 +88,7 @@ def _watch(server: TritonServer) -> None:
     while (status := server.wait(WATCH_SECONDS)) is None:
         if server.has_lost_process(MODEL):
             console.print(f"The process of model {MODEL} is gone; starting the server again ...", style="bold yellow")
+            console.print(f"(what it said last is in {server.log}.previous)", markup=False, soft_wrap=True)
             server.stop(wait=False)
             server.start()
             server.wait_until_ready()

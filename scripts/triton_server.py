@@ -186,10 +186,13 @@ class TritonServer:
         self.stop()
 
     def start(self) -> None:
-        """Raises ServerError when a port is taken or no server is installed."""
+        """Raises ServerError when a port is taken or no server is installed. The log of the run before is kept beside the
+        new one, as NAME.previous."""
         self._check_ports()
         installation = find_installation()
         self.log.parent.mkdir(parents=True, exist_ok=True)
+        if self.log.exists():  # a server that is started again because it failed has the reason there
+            self.log.replace(self.log.with_name(f"{self.log.name}.previous"))
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
                 [str(installation.program), *self._arguments(installation)],

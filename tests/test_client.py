@@ -96,6 +96,7 @@ def test_http_bodies_carry_queue_parameters_only_when_given():
         ("the request's timeout passed while it waited to start", OverloadedError),
         ("the request was cancelled", CancelledError),
         ("top_k: got -1; allowed: ...", RefusedError),
+        ("the engine failed: out of memory", ServerError),
         ("Failed to process the request, message: Stub process 'llm_0' is not healthy.", ServerError),
     ],
 )

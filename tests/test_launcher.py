@@ -150,6 +150,32 @@ def test_numpy_2_is_refused_beside_the_packaged_server(monkeypatch):
         find_installation()
 
 
+def test_a_missing_libpython_is_named_with_the_command_that_installs_it(monkeypatch):
+    monkeypatch.setattr("shutil.which", lambda *_, **__: None)  # neither a tritonserver nor ldconfig
+    monkeypatch.setattr("sysconfig.get_config_var", lambda name: "/nowhere")
+    monkeypatch.setattr("sys.base_prefix", "/nowhere")
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    with pytest.raises(ServerError, match=rf"libpython{version}\.so\.1\.0 is missing.*apt-get install libpython{version}"):
+        find_installation()
+
+
+def test_a_python_without_a_stub_is_told_which_ones_there_are(monkeypatch):
+    monkeypatch.setattr("shutil.which", lambda *_, **__: None)
+    monkeypatch.setattr("triton_server._libpython_folder", lambda: Path("/nowhere"))
+    monkeypatch.setattr("triton_server.PYTHON", "3.99")
+    with pytest.raises(ServerError, match=r"no backend for Python 3\.99; it has .*3\.11"):
+        find_installation()
+
+
+def test_the_log_of_the_run_before_is_kept(tmp_path):
+    log = tmp_path / "triton.log"
+    log.write_text("the reason")
+    with TritonServer.on_free_ports(make_repository(tmp_path / "repository"), log):
+        pass
+    assert (tmp_path / "triton.log.previous").read_text() == "the reason"
+    assert "the reason" not in log.read_text()
+
+
 def test_reasons_are_said_once_and_without_tables():
     log = """
 I1201 05:00:00.000001 7 model_lifecycle.cc:472] "loading: llm:1"
