@@ -35,6 +35,7 @@ def serve(
     """Run Triton until Ctrl-C or SIGTERM; exits 1 with the reason when it cannot load."""
     for number in (signal.SIGTERM, signal.SIGHUP):  # the server has a session of its own: nobody else would end it
         signal.signal(number, lambda *_: sys.exit(0))
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start what ends in `&` with it ignored
     server = TritonServer(
         model_repository.resolve(),
         http_port,

@@ -203,6 +203,8 @@ def test_serve_says_where_it_serves_and_a_signal_ends_all_of_it(tmp_path, number
     repository = make_repository(tmp_path / "repository")
     command = [sys.executable, "scripts/serve.py", f"--engine={tmp_path}", f"--model-repository={repository}"]
     command += [f"--http-port={http}", f"--grpc-port={grpc}", f"--metrics-port={metrics}"]
+    # As shells start what ends in `&`: with SIGINT ignored.
+    command = ["sh", "-c", "trap '' INT; exec \"$@\"", "sh", *command]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as serve:
         assert serve.stdout is not None
         lines = []
