@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from triton_server import CACHE, ROOT, ServerError, TritonServer
+from triton_server import ROOT, ServerError, TritonServer
 
 console = Console(highlight=False)
 MODEL = "llm"
@@ -29,7 +29,9 @@ def serve(
     grpc_port: Annotated[int, typer.Option(min=1, max=65535)] = 8001,
     metrics_port: Annotated[int, typer.Option(min=1, max=65535)] = 8002,
     model_config_name: Annotated[str, typer.Option(help="Serve with configs/NAME.pbtxt in place of config.pbtxt.")] = "",
-    log: Annotated[Path, typer.Option(help="File for Triton's own log.")] = CACHE / "logs" / "triton.log",
+    log: Annotated[
+        Path, typer.Option(help="File for Triton's own log.", show_default=".cache/logs/triton-HTTP_PORT.log", dir_okay=False)
+    ] = Path(),
     exit_seconds: Annotated[int, typer.Option(help="How long running streams may go on after Ctrl-C.", min=0)] = 10,
 ) -> None:
     """Run Triton until Ctrl-C or SIGTERM; exits 1 with the reason when it cannot load."""

@@ -12,7 +12,6 @@ import errno
 import http.client
 import importlib.metadata
 import importlib.util
-import json
 import os
 import shutil
 import signal
@@ -22,7 +21,6 @@ import sys
 import sysconfig
 import tempfile
 import time
-import urllib.error
 import urllib.request
 import uuid
 from collections.abc import Iterator
@@ -142,13 +140,15 @@ class TritonServer:
     grpc_port: int
     metrics_port: int
     host: str = "127.0.0.1"
-    log: Path = field(default_factory=lambda: CACHE / "logs" / "triton.log")
+    log: Path = Path()  # the default has the HTTP port in its name, which no two servers share
     environment: dict[str, str] = field(default_factory=dict)
     options: tuple[str, ...] = ()
     exit_seconds: int = 10
     _process: subprocess.Popen | None = None
 
     def __post_init__(self) -> None:
+        if self.log == Path():
+            self.log = CACHE / "logs" / f"triton-{self.http_port}.log"
         self.shared_memory_prefix = f"llm_{uuid.uuid4().hex[:12]}"
 
     @classmethod
@@ -228,17 +228,21 @@ class TritonServer:
         return None
 
     def has_lost_process(self, model: str) -> bool:
-        """Whether the process of a model is gone. This Triton then neither starts a new one nor ends what ran in it, so the
-        server has to be started again. Asked with a request that generates nothing, since Triton goes on calling the model
-        ready."""
-        body = json.dumps({"text_input": "-", "cancel_request_id": "-"}).encode()
+        """Whether a model that Triton calls ready has no process any more. This Triton then neither starts a new one nor ends
+        what ran in it, so the server has to be started again."""
         try:
-            with DIRECT.open(f"{self.http_url}/v2/models/{model}/generate", body, timeout=5):
-                return False
-        except urllib.error.HTTPError as error:
-            return b"is not healthy" in error.read()
-        except (OSError, http.client.HTTPException):  # a full queue answers late
+            with DIRECT.open(f"{self.http_url}/v2/models/{model}/ready", timeout=5):
+                return not any(f"/{model}/" in command and "python_backend_stub" in command for command in self._commands())
+        except (OSError, http.client.HTTPException):  # not ready, or unloaded
             return False
+
+    def _commands(self) -> Iterator[str]:
+        """Command lines of the processes that run in the server's session."""
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # it ended meanwhile
+                session = int((process / "stat").read_text().rpartition(") ")[2].split()[3])
+                if session == self.pid:
+                    yield (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
 
     def stop(self, *, wait: bool = True) -> None:
         """Ask it to end, give running streams `exit_seconds` to finish, then end it; without `wait`, end it at once. Leaves
@@ -255,6 +259,7 @@ class TritonServer:
             with contextlib.suppress(ProcessLookupError):  # the stubs, if any is left
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+            self._wait_for_ports()
             for region in SHARED_MEMORY.glob(f"{self.shared_memory_prefix}*"):
                 region.unlink(missing_ok=True)
             self._process = None
@@ -289,6 +294,14 @@ class TritonServer:
                 except OSError as error:
                     remedy = f"choose another {variable}" if error.errno in PORT_ERRORS else "choose another HOST"
                     raise ServerError(f"port {port} of {self.host} cannot be used ({error.strerror}); {remedy}") from None
+
+    def _wait_for_ports(self) -> None:
+        """Processes that were killed may hold the server's ports for a moment longer than it lived itself."""
+        for _ in range(50):
+            try:
+                return self._check_ports()
+            except ServerError:
+                time.sleep(0.1)
 
     def _failure(self, what: str) -> str:
         return "\n".join([f"{what}; its log is {self.log}", *failure_reasons(self.log.read_text(errors="replace"))])

@@ -206,6 +206,16 @@ def metrics(server: TritonServer) -> dict[str, float]:
     return values
 
 
+def settled_metrics(server: TritonServer) -> dict[str, float]:
+    """The metrics once they have stopped changing: the server sends them on a timer."""
+    values = metrics(server)
+    while True:
+        time.sleep(0.3)
+        values, before = metrics(server), values
+        if values == before:
+            return values
+
+
 def assert_idle(server: TritonServer, seconds: float = 10.0) -> dict[str, float]:
     """Running 0, waiting 0, no page in use, and none lost: at the latest after `seconds`."""
     deadline = time.monotonic() + seconds

@@ -176,6 +176,11 @@ def test_the_log_of_the_run_before_is_kept(tmp_path):
     assert "the reason" not in log.read_text()
 
 
+def test_two_servers_have_two_logs(tmp_path):
+    first, second = (TritonServer(tmp_path, *free_ports(3)) for _ in range(2))
+    assert first.log != second.log
+
+
 def test_reasons_are_said_once_and_without_tables():
     log = """
 I1201 05:00:00.000001 7 model_lifecycle.cc:472] "loading: llm:1"

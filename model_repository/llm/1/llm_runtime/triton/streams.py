@@ -23,7 +23,7 @@ from llm_runtime.types import SequenceOutput
 
 log = logging.getLogger(__name__)
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
-POLL_SECONDS = 0.05
+POLL_SECONDS = 0.1
 
 
 class RequestReplies:
