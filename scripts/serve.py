@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from triton_server import ROOT, ServerError, TritonServer
+from triton_server import CACHE, ROOT, ServerError, TritonServer
 
 console = Console(highlight=False)
 MODEL = "llm"
@@ -30,8 +30,9 @@ def serve(
     metrics_port: Annotated[int, typer.Option(min=1, max=65535)] = 8002,
     model_config_name: Annotated[str, typer.Option(help="Serve with configs/NAME.pbtxt in place of config.pbtxt.")] = "",
     log: Annotated[
-        Path, typer.Option(help="File for Triton's own log.", show_default=".cache/logs/triton-HTTP_PORT.log", dir_okay=False)
-    ] = Path(),
+        Path | None,
+        typer.Option(help="File for Triton's own log.", show_default=".cache/logs/triton-HTTP_PORT.log", dir_okay=False),
+    ] = None,
     exit_seconds: Annotated[int, typer.Option(help="How long running streams may go on after Ctrl-C.", min=0)] = 10,
 ) -> None:
     """Run Triton until Ctrl-C or SIGTERM; exits 1 with the reason when it cannot load."""
@@ -44,7 +45,7 @@ def serve(
         grpc_port,
         metrics_port,
         host=host,
-        log=log,
+        log=log or CACHE / "logs" / f"triton-{http_port}.log",  # no two servers share a port, and so no log
         environment={"LLM_ENGINE_DIR": str(engine.resolve())},
         options=(f"--model-config-name={model_config_name}",) if model_config_name else (),
         exit_seconds=exit_seconds,

@@ -139,22 +139,20 @@ class TritonServer:
     http_port: int
     grpc_port: int
     metrics_port: int
+    log: Path
     host: str = "127.0.0.1"
-    log: Path = Path()  # the default has the HTTP port in its name, which no two servers share
     environment: dict[str, str] = field(default_factory=dict)
     options: tuple[str, ...] = ()
     exit_seconds: int = 10
     _process: subprocess.Popen | None = None
 
     def __post_init__(self) -> None:
-        if self.log == Path():
-            self.log = CACHE / "logs" / f"triton-{self.http_port}.log"
         self.shared_memory_prefix = f"llm_{uuid.uuid4().hex[:12]}"
 
     @classmethod
     def on_free_ports(cls, repository: Path, log: Path, **fields) -> TritonServer:
         http_port, grpc_port, metrics_port = free_ports(3)
-        return cls(repository, http_port, grpc_port, metrics_port, log=log, **fields)
+        return cls(repository, http_port, grpc_port, metrics_port, log, **fields)
 
     @property
     def http_url(self) -> str:

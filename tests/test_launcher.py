@@ -176,11 +176,6 @@ def test_the_log_of_the_run_before_is_kept(tmp_path):
     assert "the reason" not in log.read_text()
 
 
-def test_two_servers_have_two_logs(tmp_path):
-    first, second = (TritonServer(tmp_path, *free_ports(3)) for _ in range(2))
-    assert first.log != second.log
-
-
 def test_reasons_are_said_once_and_without_tables():
     log = """
 I1201 05:00:00.000001 7 model_lifecycle.cc:472] "loading: llm:1"
@@ -219,6 +214,7 @@ def test_serve_says_where_it_serves_and_a_signal_ends_all_of_it(tmp_path, number
                 break
         output = "".join(lines)
         assert f"http://127.0.0.1:{http}/v2/models/llm/generate_stream" in output, output
+        assert f"triton-{http}.log" in output  # two servers have two logs
         assert f'client generate "The capital of France is" --url 127.0.0.1:{grpc}' in output
         assert stream(f"http://127.0.0.1:{http}", "hello") == ["hello", "hello"]
         children = Path(f"/proc/{serve.pid}/task/{serve.pid}/children").read_text().split()
