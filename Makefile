@@ -26,7 +26,7 @@ ifneq ($(words $(MODEL)),1)
 $(error MODEL must be a hub id, a folder or a .gguf file, without spaces; got "$(MODEL)")
 endif
 
-.PHONY: help serve engine test lint clean
+.PHONY: help setup serve engine test lint clean
 .DEFAULT_GOAL := help
 
 help: ## Show what can be made
@@ -34,6 +34,8 @@ help: ## Show what can be made
 	@echo
 	@echo "  serve and engine take MODEL ($(MODEL)), PRECISION ($(PRECISION)), BLOCK_SIZE ($(BLOCK_SIZE)); serve also HOST, HTTP_PORT,"
 	@echo "  GRPC_PORT, METRICS_PORT and PROFILE (a file of model_repository/llm/configs, without .pbtxt)"
+
+setup: $(STAMP)-serve ## Install what serving needs, and nothing else
 
 serve: engine ## Serve MODEL with Triton until Ctrl-C
 	@exec $(VENV)/bin/python scripts/serve.py --engine $(ENGINE) --host $(HOST) --http-port $(HTTP_PORT) \

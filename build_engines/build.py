@@ -5,13 +5,13 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from build_engines import calibration, quantize
 from build_engines.checkpoint import gguf, hf
 from build_engines.checkpoint.modelopt import ModeloptCheckpoint, is_modelopt_folder
-from build_engines.checkpoint.types import Checkpoint, Source
+from build_engines.checkpoint.types import Checkpoint
 from build_engines.engine import EngineOptions, write_engine
 from build_engines.errors import BuildError
 from llm_runtime.manifest import MANIFEST_NAME
@@ -82,7 +82,10 @@ def _open(options: BuildOptions, scratch: Path, report: Report) -> Checkpoint:
         folder, revision = hf.fetch_from_hub(options.model, options.revision)
         report("Downloading", 1.0)
     opened = ModeloptCheckpoint if is_modelopt_folder(folder) else hf.HfCheckpoint
-    return opened(folder, model=options.model, revision=revision)
+    checkpoint = opened(folder, model=options.model, revision=revision)
+    if folder == scratch / "checkpoint":
+        checkpoint.source = replace(checkpoint.source, format="gguf")
+    return checkpoint
 
 
 def _check_context(options: BuildOptions, checkpoint: Checkpoint) -> None:
@@ -97,9 +100,8 @@ def _quantize(options: BuildOptions, checkpoint: Checkpoint, scratch: Path, text
     quantize.quantize(
         checkpoint.folder, folder, options.algorithm, options.block_size, text, lambda fraction: report(step, fraction)
     )
-    source = checkpoint.source
-    quantized = ModeloptCheckpoint(folder, model=source.model, revision=source.revision)
-    quantized.source = Source(source.model, source.revision, source.format, quantized.source.quantization)
+    quantized = ModeloptCheckpoint(folder)
+    quantized.source = replace(checkpoint.source, quantization=quantized.source.quantization)
     return quantized
 
 

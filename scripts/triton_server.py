@@ -257,10 +257,10 @@ class TritonServer:
             with contextlib.suppress(ProcessLookupError):  # the stubs, if any is left
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-            self._wait_for_ports()
             for region in SHARED_MEMORY.glob(f"{self.shared_memory_prefix}*"):
                 region.unlink(missing_ok=True)
             self._process = None
+            self._wait_for_ports()
 
     def _arguments(self, installation: Installation) -> Iterator[str]:
         yield f"--model-repository={self.repository}"
