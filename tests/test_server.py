@@ -445,3 +445,11 @@ def test_our_client_streams_over_both_protocols(server, client, protocol):
     assert report["ttft_ms"] > 0
     refused = subprocess.run([*command, "--top-k", "-1"], capture_output=True, text=True, timeout=60, check=False, cwd=ROOT)
     assert (refused.returncode, refused.stderr[:19]) == (4, "error: top_k: got -")
+
+
+@pytest.mark.parametrize("target", ["", "r1", "mine", "-"])
+def test_one_client_cannot_cancel_anothers_request(server, client, target):
+    request = client.send(request_inputs(PROMPT, max_tokens=40, ignore_eos=True), request_id=target or "unnamed")
+    status, body = post(server, "llm/generate", {"text_input": "-", "cancel_request_id": target})
+    assert (status, json.loads(body)["error"][:22]) == (400, "cancel_request_id: got")
+    assert client.receive(request).last.finish_reason == "length"

@@ -41,7 +41,7 @@ class TritonPythonModel:
         self.pool.shutdown()
 
     def _forward(self, request, sender):
-        forwarded_id = str(uuid.uuid4())
+        forwarded_id = f"forwarded-{uuid.uuid4()}"  # the prefix that `llm` lets be cancelled
         self.live[forwarded_id] = sender
         try:
             self._pass_on(request, sender, forwarded_id)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import time
@@ -27,6 +28,8 @@ log = logging.getLogger(__name__)
 # A request with this parameter generates nothing: it ends the live requests whose id is its value. It is how a model
 # that forwards requests (llm_vllm) cancels one, which business logic scripting itself cannot.
 CANCEL_PARAMETER = "cancel_request_id"
+# Ids that can be named so: made by a forwarding model, and not to be guessed. A client's own ids are no secret between clients.
+FORWARDED_PREFIX = "forwarded-"
 
 
 class Service:
@@ -42,12 +45,8 @@ class Service:
         check_files(folder, manifest)
         num_pages, max_context = size_cache(self._parameters, manifest)
         self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-
-        def make_executor() -> OrtExecutor:
-            return OrtExecutor(folder, manifest, num_pages, _ort_options(self._parameters))
-
-        self._make_executor = make_executor
-        executor = make_executor()
+        self._make_executor = functools.partial(OrtExecutor, folder, manifest, num_pages, _ort_options(self._parameters))
+        executor = self._make_executor()
         self._parser = RequestParser(self._tokenizer, _limits(self._parameters, manifest, max_context))
         self._engine = Engine(executor, self._tokenizer, _engine_config(self._parameters, manifest, max_context))
         self._metrics = EngineMetrics(model_name, version)
@@ -107,6 +106,9 @@ class Service:
         return parsed_rows
 
     def _cancel_others(self, client_request_id: str, sender: Any) -> None:
+        if not client_request_id.startswith(FORWARDED_PREFIX):
+            allowed = f"the id of a forwarded request, which starts with {FORWARDED_PREFIX!r}"
+            raise RequestError(f"{CANCEL_PARAMETER}: got {client_request_id[:60]!r}; allowed: {allowed}")
         for request_id in self._sender.live_ids(client_request_id):
             self._worker.cancel(request_id)
         sender.send(codec.empty_response(), flags=FINAL)
