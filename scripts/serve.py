@@ -17,6 +17,7 @@ from triton_server import CACHE, ROOT, ServerError, TritonServer
 console = Console(highlight=False)
 MODEL = "llm"
 WATCH_SECONDS = 2.0
+RESTART_SECONDS = 60.0
 
 
 def serve(
@@ -88,16 +89,24 @@ def _run(server: TritonServer, engine: Path) -> None:
 
 
 def _watch(server: TritonServer) -> None:
-    """Until the server ends by itself (ServerError). A lost model process ends what runs and starts the server again."""
-    while (status := server.wait(WATCH_SECONDS)) is None:
-        if server.has_lost_process(MODEL):
-            console.print(f"The process of model {MODEL} is gone; starting the server again ...", style="bold yellow")
-            console.print(f"(what it said last is in {server.log}.previous)", markup=False, soft_wrap=True)
-            server.stop(wait=False)
-            server.start()
-            server.wait_until_ready()
-            console.print("Ready again.")
-    raise ServerError(f"the server ended by itself with status {status}; its log is {server.log}")
+    """Until the server ends by itself (ServerError). Where a model process is gone or the server crashed, start it again,
+    unless that was only a minute ago."""
+    started = float("-inf")
+    while True:
+        status = server.wait(WATCH_SECONDS)
+        if status is None and not server.has_lost_process(MODEL):
+            continue
+        what = f"The process of model {MODEL} is gone" if status is None else f"The server ended with status {status}"
+        ended_itself = status is not None and status >= 0
+        if ended_itself or time.monotonic() - started < RESTART_SECONDS:
+            raise ServerError(f"{what}; its log is {server.log}")
+        console.print(f"{what}; starting the server again ...", style="bold yellow")
+        console.print(f"(what it said last is in {server.log}.previous)", markup=False, soft_wrap=True)
+        server.stop(wait=False)
+        server.start()
+        server.wait_until_ready()
+        started = time.monotonic()
+        console.print("Ready again.")
 
 
 if __name__ == "__main__":

@@ -96,8 +96,30 @@ def test_a_parameter_that_looks_like_a_slip_is_refused_and_a_foreign_one_is_left
     assert read_fields({}, {"traceparent": "00-1-2-01"}) == {}
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"temperature": 1' + "0" * 400 + "}",
+        "[" * 100_000,
+        '{"bad_words": ["\\ud800"]}',
+        '{"cache_salt": "\\ud800"}',
+        '{"repetition_penalty": 1e-38}',
+        '{"bad_words": ' + str(["w"] * 2000).replace("'", '"') + "}",
+    ],
+    ids=range(6),
+)
+def test_what_would_break_or_stall_the_server_is_refused(text):
+    with pytest.raises(RequestError):
+        read_fields({"sampling_parameters": text}, {})
+
+
+def test_neutral_values_of_other_servers_are_served():
+    text = '{"n": 1, "best_of": 1, "logprobs": false, "use_beam_search": false, "skip_special_tokens": true}'
+    assert read_fields({"sampling_parameters": text}, {})["logprobs"] == 0
+
+
 def test_the_same_field_by_two_names_is_refused():
-    with pytest.raises(RequestError, match="are the same; give one"):
+    with pytest.raises(RequestError, match="another name of 'stop_words' differ; give one"):
         read_fields({"sampling_parameters": '{"stop": "a", "stop_words": "b"}'}, {})
 
 

@@ -447,9 +447,12 @@ def test_our_client_streams_over_both_protocols(server, client, protocol):
     assert (refused.returncode, refused.stderr[:19]) == (4, "error: top_k: got -")
 
 
-@pytest.mark.parametrize("target", ["", "r1", "mine", "-"])
-def test_one_client_cannot_cancel_anothers_request(server, client, target):
-    request = client.send(request_inputs(PROMPT, max_tokens=40, ignore_eos=True), request_id=target or "unnamed")
-    status, body = post(server, "llm/generate", {"text_input": "-", "cancel_request_id": target})
-    assert (status, json.loads(body)["error"][:22]) == (400, "cancel_request_id: got")
-    assert client.receive(request).last.finish_reason == "length"
+def test_clients_of_llm_vllm_that_leave_while_all_slots_are_taken_are_noticed(server):
+    parameters = json.dumps({"max_tokens": 450, "ignore_eos": True})
+    leaving = [Client(server.grpc_address, "llm_vllm") for _ in range(NUM_SEQUENCES + 6)]
+    inputs = {"text_input": PROMPT, "stream": True, "sampling_parameters": parameters}
+    requests = [client.send(inputs) for client in leaving]
+    leaving[0].next(requests[0])
+    for client in leaving:
+        client.close(cancel=True)
+    assert_idle(server)

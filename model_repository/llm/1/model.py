@@ -16,7 +16,11 @@ class TritonPythonModel:
     def initialize(self, args):
         model_config = json.loads(args["model_config"])
         self.service = Service(
-            model_config["parameters"], Path(args["model_repository"]), args["model_name"], args["model_version"]
+            model_config["parameters"],
+            Path(args["model_repository"]),
+            args["model_name"],
+            args["model_version"],
+            args["model_instance_name"],
         )
 
     def execute(self, requests):

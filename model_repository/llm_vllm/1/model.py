@@ -1,12 +1,13 @@
 """Passes unbatched requests in the vLLM backend's format on to `llm` (Triton's business logic scripting).
 
-A request is forwarded on a thread of its own, response by response. A forwarded request cannot be cancelled by itself, so when
-a client leaves, one more request tells `llm` to end the one with that id.
+A request is forwarded on a thread of its own, response by response. Triton cannot cancel a forwarded request, so when a
+client leaves, its id is sent to `llm` over a socket (llm_runtime/triton/cancels.py).
 """
 
 import json
+import os
+import socket
 import threading
-import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 
@@ -41,7 +42,7 @@ class TritonPythonModel:
         self.pool.shutdown()
 
     def _forward(self, request, sender):
-        forwarded_id = f"forwarded-{uuid.uuid4()}"  # the prefix that `llm` lets be cancelled
+        forwarded_id = str(uuid.uuid4())
         self.live[forwarded_id] = sender
         try:
             self._pass_on(request, sender, forwarded_id)
@@ -65,24 +66,39 @@ class TritonPythonModel:
             reason = next((tensor.as_numpy()[0] for tensor in tensors if tensor.name() == "finish_reason"), b"")
             sender.send(pb_utils.InferenceResponse(tensors), flags=FINAL if reason else 0)
 
-    def _request(self, request_id, arrays, timeout_us=0, parameters=None):
+    def _request(self, request_id, arrays, timeout_us):
         return pb_utils.InferenceRequest(
             model_name=self.target,
             request_id=request_id,
             inputs=[pb_utils.Tensor(name, array.reshape(1, -1)) for name, array in arrays.items()],
             requested_output_names=self.outputs,
             timeout=timeout_us,
-            parameters=parameters or {},
         )
 
     def _cancel_left(self):
-        while not self.closing.is_set():
-            for forwarded_id, sender in list(self.live.items()):
-                if sender.is_cancelled():
-                    nothing = {"text_input": np.array([b"-"], np.object_)}
-                    cancel = self._request("", nothing, parameters={"cancel_request_id": forwarded_id})
-                    list(cancel.exec(decoupled=True))
-            time.sleep(POLL_SECONDS)
+        """Tell `llm` once of each forwarded request whose client has left."""
+        told = set()
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+            while not self.closing.wait(POLL_SECONDS):
+                live = dict(self.live)
+                told &= set(live)
+                for forwarded_id, client in live.items():
+                    if forwarded_id not in told and client.is_cancelled():
+                        told.add(forwarded_id)
+                        _send_cancel(sender, forwarded_id)
+
+
+def _send_cancel(sender, forwarded_id):
+    """To every instance: which one has the request is not known here."""
+    prefix = f"@llm-cancels-{os.getppid()}-"  # /proc/net/unix shows the abstract namespace's zero byte as @
+    with open("/proc/net/unix") as sockets:
+        names = {line.split()[-1] for line in sockets}
+    for name in names:
+        if name.startswith(prefix):
+            try:
+                sender.sendto(forwarded_id.encode(), "\0" + name[1:])
+            except OSError as error:  # an instance that has just been unloaded
+                pb_utils.Logger.log_info(f"{name}: {error}")
 
 
 def _with_defaults(array):
@@ -90,7 +106,7 @@ def _with_defaults(array):
     text = array.reshape(-1)[0].decode(errors="replace") if array is not None else "{}"
     try:
         given = json.loads(text or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         given = None
     merged = json.dumps(VLLM_DEFAULTS | given) if isinstance(given, dict) else text
     return np.array([merged.encode()], np.object_)

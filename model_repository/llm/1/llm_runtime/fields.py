@@ -17,6 +17,9 @@ from llm_runtime.errors import RequestError
 
 INT32_MAX = 2**31 - 1
 UINT64_MAX = 2**64 - 1
+# Of a list of words: every word is looked for at every step, on the thread that all requests share.
+MAX_WORDS = 1024
+MAX_WORD_LENGTH = 1024
 
 
 @dataclass(frozen=True)
@@ -66,15 +69,19 @@ def _boolean(raw: Any) -> bool:
 def _text(raw: Any) -> str:
     if not isinstance(raw, str):
         raise ValueError
+    raw.encode()  # half a surrogate pair, which JSON can carry, is no text: UnicodeEncodeError is a ValueError
     return raw
 
 
 def _words(raw: Any) -> tuple[str, ...]:
     """An empty element means none, as in lists that clients pad."""
     raw = [raw] if isinstance(raw, str) else raw
-    if not isinstance(raw, list | tuple) or not all(isinstance(word, str) for word in raw):
+    if not isinstance(raw, list | tuple) or len(raw) > MAX_WORDS:
         raise ValueError
-    return tuple(word for word in raw if word)
+    words = tuple(word for word in map(_text, raw) if word)
+    if any(len(word) > MAX_WORD_LENGTH for word in words):
+        raise ValueError
+    return words
 
 
 def _neutral(*values: Any) -> Field:
@@ -84,7 +91,7 @@ def _neutral(*values: Any) -> Field:
         if raw not in values:
             raise ValueError
 
-    return Field(parse, f"not offered by this server; only {' or '.join(repr(v) for v in values)}")
+    return Field(parse, f"{' or '.join(repr(v) for v in values)} (nothing else is offered)")
 
 
 def _no_words(raw: Any) -> None:
@@ -94,7 +101,10 @@ def _no_words(raw: Any) -> None:
 
 BOOLEAN = Field(_boolean, "true or false")
 TEXT = Field(_text, "a string")
-WORDS = Field(_words, "a list of strings; a string tensor, so that over HTTP it is a JSON list beside text_input")
+WORDS = Field(
+    _words,
+    f"a list of up to {MAX_WORDS} strings of up to {MAX_WORD_LENGTH} characters; over HTTP a JSON list beside text_input",
+)
 
 FIELDS: dict[str, Field] = {
     "max_tokens": _integer(1, INT32_MAX),
@@ -111,7 +121,7 @@ FIELDS: dict[str, Field] = {
     "top_k": _integer(0, INT32_MAX),
     "top_p": _real(0, 1),
     "min_p": _real(0, 1),
-    "repetition_penalty": _real(0, 100, above=True),
+    "repetition_penalty": _real(0.01, 100),
     "presence_penalty": _real(-2, 2),
     "frequency_penalty": _real(-2, 2),
     "length_penalty": _neutral(1.0, 0.0),
@@ -127,13 +137,16 @@ FIELDS: dict[str, Field] = {
     "return_finish_reason": BOOLEAN,
     "return_output_ids": BOOLEAN,
     "cache_salt": TEXT,
-    "logprobs": _integer(0, 20),
+    "logprobs": Field(lambda raw: 0 if raw is False else _integer(0, 20).parse(raw), "an integer from 0 to 20"),
+    "use_beam_search": _neutral(False),
+    "skip_special_tokens": _neutral(True),
+    "spaces_between_special_tokens": _neutral(True, False),
     "beam_width": _neutral(1, 0),
     "num_return_sequences": _neutral(1, 0),
     "return_perf_metrics": _neutral(False),
     "return_context_logits": _neutral(False),
     "return_generation_logits": _neutral(False),
-    "embedding_bias_words": Field(_no_words, "not offered by this server; only an empty list"),
+    "embedding_bias_words": Field(_no_words, "an empty list (nothing else is offered)"),
     "embedding_bias_weights": Field(lambda raw: None, "anything"),  # means nothing without its words
     "guided_decoding_guide_type": _neutral(""),
     "guided_decoding_guide": _neutral(""),
@@ -148,7 +161,7 @@ def read_fields(tensors: Mapping[str, Any], parameters: Mapping[str, Any]) -> di
     from_json = _rename("sampling_parameters", _parse_json(json_text) if json_text else {})
     for name in from_json:
         if name not in FIELDS:
-            raise RequestError(f"sampling_parameters: unknown key {name!r}; did you mean {_nearest(name)!r}?")
+            raise RequestError(f"sampling_parameters: unknown key {name!r}{_hint(name)}")
     raw = _known_parameters(parameters) | from_json | {k: v for k, v in tensors.items() if k in FIELDS}
     return {name: _check(name, value) for name, value in raw.items()}
 
@@ -156,7 +169,7 @@ def read_fields(tensors: Mapping[str, Any], parameters: Mapping[str, Any]) -> di
 def _check(name: str, value: Any) -> Any:
     try:
         return FIELDS[name].parse(value)
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, OverflowError):
         raise RequestError(f"{name}: got {_shown(value)}; allowed: {FIELDS[name].allowed}") from None
 
 
@@ -176,8 +189,8 @@ def _rename(where: str, values: Mapping[str, Any]) -> dict[str, Any]:
     renamed: dict[str, Any] = {}
     for name, value in values.items():
         target = ALIASES.get(name, name)
-        if target in renamed:
-            raise RequestError(f"{where}: {name!r} and {target!r} are the same; give one")
+        if value is not None and target in renamed and renamed[target] != value:
+            raise RequestError(f"{where}: {name!r} and another name of {target!r} differ; give one")
         if value is not None:
             renamed[target] = value
     return renamed
@@ -186,15 +199,16 @@ def _rename(where: str, values: Mapping[str, Any]) -> dict[str, Any]:
 def _parse_json(text: str) -> dict[str, Any]:
     try:
         parsed = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RequestError(f"sampling_parameters: not JSON: {error}") from None
     if not isinstance(parsed, dict):
         raise RequestError(f"sampling_parameters: got {_shown(parsed)}; allowed: a JSON object")
     return parsed
 
 
-def _nearest(name: str) -> str:
-    return difflib.get_close_matches(name, [*FIELDS, *ALIASES], n=1, cutoff=0.0)[0]
+def _hint(name: str) -> str:
+    near = difflib.get_close_matches(name, [*FIELDS, *ALIASES], n=1, cutoff=0.6)
+    return f"; did you mean {near[0]!r}?" if near else "; docs/requests.md lists what is known"
 
 
 def _shown(value: Any) -> str:

@@ -101,11 +101,6 @@ def internal_error(message: str) -> Any:
     return _error(message, pb_utils.TritonError.INTERNAL)
 
 
-def empty_response() -> Any:
-    """The response to a request that generates nothing."""
-    return pb_utils.InferenceResponse([pb_utils.Tensor("text_output", _strings(""))])
-
-
 def failure(output: SequenceOutput) -> Any:
     """The response to a request that ended without a result, or None where it has one."""
     if output.finish_reason is FinishReason.CANCELLED:

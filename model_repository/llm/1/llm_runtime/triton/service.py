@@ -19,17 +19,12 @@ from llm_runtime.executors.ort import OrtExecutor, OrtOptions
 from llm_runtime.manifest import EngineManifest, check_files, read_manifest
 from llm_runtime.request import Limits, ParsedRequest, RequestParser
 from llm_runtime.triton import codec
+from llm_runtime.triton.cancels import CancelInbox
 from llm_runtime.triton.metrics import EngineMetrics
 from llm_runtime.triton.streams import FINAL, RequestReplies, Stream, StreamSender
 from llm_runtime.worker import Worker
 
 log = logging.getLogger(__name__)
-
-# A request with this parameter generates nothing: it ends the live requests whose id is its value. It is how a model
-# that forwards requests (llm_vllm) cancels one, which business logic scripting itself cannot.
-CANCEL_PARAMETER = "cancel_request_id"
-# Ids that can be named so: made by a forwarding model, and not to be guessed. A client's own ids are no secret between clients.
-FORWARDED_PREFIX = "forwarded-"
 
 
 class Service:
@@ -38,7 +33,7 @@ class Service:
     Raises ConfigError or EngineError when it cannot be loaded: one line that says what, where and what to do.
     """
 
-    def __init__(self, parameters: Mapping[str, Any], model_folder: Path, model_name: str, version: str) -> None:
+    def __init__(self, parameters: Mapping[str, Any], model_folder: Path, model_name: str, version: str, instance: str) -> None:
         self._parameters = read_parameters(parameters)
         folder = resolve_engine_dir(self._parameters, model_folder)
         manifest = read_manifest(folder)
@@ -51,7 +46,8 @@ class Service:
         self._engine = Engine(executor, self._tokenizer, _engine_config(self._parameters, manifest, max_context))
         self._metrics = EngineMetrics(model_name, version)
         self._worker = Worker(self._engine, self._on_outputs, self._make_executor_again)
-        self._sender = StreamSender(on_left=self._worker.cancel, on_tick=lambda: self._metrics.update(self._engine.stats))
+        self._cancels = CancelInbox(instance)
+        self._sender = StreamSender(on_left=self._worker.cancel, on_tick=self._on_tick)
         self._ids = itertools.count()
         log.info(
             "%s: %d sequences, %d pages of %d tokens, context %d, %s attention",
@@ -91,29 +87,19 @@ class Service:
         """End what still runs with an error, send everything, free the engine."""
         self._worker.stop()
         self._sender.stop()
+        self._cancels.close()
         self._engine.executor.close()
 
     def _open(self, request: Any, sender: Any, now: float) -> list[ParsedRequest]:
-        """The rows of a request, each with a stream that waits for its outputs; none for a request to cancel others."""
-        parameters = codec.read_parameters(request)
-        if (cancelled_id := parameters.get(CANCEL_PARAMETER)) is not None:
-            self._cancel_others(str(cancelled_id), sender)
-            return []
-        parsed_rows = self._parse(request, parameters, now)
+        """The rows of a request, each with a stream that waits for its outputs."""
+        parsed_rows = self._parse(request, now)
         replies = RequestReplies(sender, len(parsed_rows))
         for parsed in parsed_rows:
             self._sender.open(parsed.generation.request_id, Stream(replies, parsed.reply, request.request_id()))
         return parsed_rows
 
-    def _cancel_others(self, client_request_id: str, sender: Any) -> None:
-        if not client_request_id.startswith(FORWARDED_PREFIX):
-            allowed = f"the id of a forwarded request, which starts with {FORWARDED_PREFIX!r}"
-            raise RequestError(f"{CANCEL_PARAMETER}: got {client_request_id[:60]!r}; allowed: {allowed}")
-        for request_id in self._sender.live_ids(client_request_id):
-            self._worker.cancel(request_id)
-        sender.send(codec.empty_response(), flags=FINAL)
-
-    def _parse(self, request: Any, parameters: dict[str, Any], now: float) -> list[ParsedRequest]:
+    def _parse(self, request: Any, now: float) -> list[ParsedRequest]:
+        parameters = codec.read_parameters(request)
         rows = codec.read_tensors(request)
         timeout_us = request.timeout()
         parsed = [
@@ -122,6 +108,12 @@ class Service:
         if len(parsed) > 1 and any(row.reply.stream != parsed[0].reply.stream for row in parsed):
             raise RequestError("stream: differs between the rows of one request; give all the same")
         return parsed
+
+    def _on_tick(self) -> None:
+        self._metrics.update(self._engine.stats)
+        for client_request_id in self._cancels.read():
+            for request_id in self._sender.live_ids(client_request_id):
+                self._worker.cancel(request_id)
 
     def _on_outputs(self, outputs: list) -> None:
         self._sender.put(outputs)
