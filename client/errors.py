@@ -39,7 +39,7 @@ class CancelledError(ClientError):
 
 # Words of Triton's and of the model's. A message may be all there is: an error inside a stream has no status, and over HTTP
 # Triton gives every error that a model sends status 400, whatever its code.
-_OVERLOADED = ("exceeds maximum queue size", "timeout expired", "timeout passed while it waited")
+_OVERLOADED = ("exceeds maximum queue size", "timeout expired", "passed while it waited")
 _CANCELLED = ("cancelled",)
 _FAILED = (
     "stub process",

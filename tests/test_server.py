@@ -456,3 +456,9 @@ def test_clients_of_llm_vllm_that_leave_while_all_slots_are_taken_are_noticed(se
     for client in leaving:
         client.close(cancel=True)
     assert_idle(server)
+
+
+def test_llm_vllm_passes_request_parameters_on(server):
+    body = {"text_input": PROMPT, "sampling_parameters": '{"ignore_eos": true}', "max_completion_tokens": 3}
+    status, text = post(server, "llm_vllm/generate", body)
+    assert (status, json.loads(text)["num_output_tokens"]) == (200, 3)

@@ -55,7 +55,7 @@ class TritonPythonModel:
     def _pass_on(self, request, sender, forwarded_id):
         arrays = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
         arrays["sampling_parameters"] = _with_defaults(arrays.get("sampling_parameters"))
-        inner = self._request(forwarded_id, arrays, request.timeout())
+        inner = self._request(forwarded_id, arrays, request.timeout(), json.loads(request.parameters() or "{}"))
         for response in inner.exec(decoupled=True):
             if response.has_error():
                 sender.send(pb_utils.InferenceResponse(error=response.error()), flags=FINAL)
@@ -66,13 +66,14 @@ class TritonPythonModel:
             reason = next((tensor.as_numpy()[0] for tensor in tensors if tensor.name() == "finish_reason"), b"")
             sender.send(pb_utils.InferenceResponse(tensors), flags=FINAL if reason else 0)
 
-    def _request(self, request_id, arrays, timeout_us):
+    def _request(self, request_id, arrays, timeout_us, parameters):
         return pb_utils.InferenceRequest(
             model_name=self.target,
             request_id=request_id,
             inputs=[pb_utils.Tensor(name, array.reshape(1, -1)) for name, array in arrays.items()],
             requested_output_names=self.outputs,
             timeout=timeout_us,
+            parameters=parameters,
         )
 
     def _cancel_left(self):

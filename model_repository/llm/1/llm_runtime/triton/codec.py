@@ -106,7 +106,7 @@ def failure(output: SequenceOutput) -> Any:
     if output.finish_reason is FinishReason.CANCELLED:
         return _error("the request was cancelled", pb_utils.TritonError.CANCELLED)
     if output.queue_timed_out:
-        return _error("the request's timeout passed while it waited to start", pb_utils.TritonError.UNAVAILABLE)
+        return _error("the request's timeout or deadline_ms passed while it waited to start", pb_utils.TritonError.UNAVAILABLE)
     if output.finish_reason is FinishReason.ERROR:
         return internal_error(output.error or "unknown error")
     return None
