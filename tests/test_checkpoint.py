@@ -10,9 +10,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from build_engines.checkpoint import BuildError, FloatWeights, linear_names, tensor_shapes
+from build_engines.checkpoint import FloatWeights, linear_names, tensor_shapes
 from build_engines.checkpoint.gguf import GgufFile, convert, demo_model
 from build_engines.checkpoint.hf import HfCheckpoint, read_config
+from tests.building import one_thread, refused  # noqa: F401 - one_thread acts by being here
 from tests.tiny_models import BOS, EOS, TINY_FAMILIES, make_tiny_model
 
 TEXTS = [
@@ -46,24 +47,6 @@ def edit_tensors(folder: Path, edit: Any) -> None:
     tensors = {name: tensor.clone() for name, tensor in load_file(folder / "model.safetensors").items()}
     edit(tensors)
     save_file(tensors, folder / "model.safetensors")
-
-
-def refused(action: Any) -> str:
-    """The message of the BuildError that `action` raises, which must be one line."""
-    with pytest.raises(BuildError) as caught:
-        action()
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    """Tiny tensors gain nothing from a second thread, and lose a lot to it where other work shares the processors."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture(scope="session")

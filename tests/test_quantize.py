@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from build_engines import calibration, quantize
-from build_engines.checkpoint import BuildError, FloatWeights, Int4Weights, linear_names, tensor_shapes
+from build_engines.checkpoint import FloatWeights, Int4Weights, linear_names, tensor_shapes
 from build_engines.checkpoint.hf import HfCheckpoint
 from build_engines.checkpoint.modelopt import ModeloptCheckpoint, is_modelopt_folder, pack_int4, unpack_int4
 from build_engines.rounding import round_weight
+from tests.building import one_thread, refused  # noqa: F401 - one_thread acts by being here
 from tests.tiny_models import BOS, TINY_FAMILIES, make_tiny_model
 
 TEXT = "A small text about nothing, repeated until it is long enough to be cut into windows of tokens. " * 40
@@ -37,23 +38,6 @@ def model_of(checkpoint: ModeloptCheckpoint, original: Path) -> Any:
     for name in tensor_shapes(checkpoint.config):
         model.get_submodule(name.removesuffix(".weight")).weight.data = torch.tensor(checkpoint.tensor(name))
     return model
-
-
-def refused(action: Any) -> str:
-    with pytest.raises(BuildError) as caught:
-        action()
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    """Tiny tensors gain nothing from a second thread, and lose a lot to it where other work shares the processors."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture(scope="module")

