@@ -125,7 +125,8 @@ def test_a_killed_process_fails_what_runs_and_the_next_request_is_served(shelf, 
         serve.terminate()
         shown = serve.communicate(timeout=60)[0]
     assert serve.returncode == 0
-    assert "The process of model llm is gone" in shown
+    # Triton itself may crash over the dead process before that is noticed; either way it must be started again.
+    assert "starting the server again" in shown
 
 
 def test_a_failing_step_ends_what_runs_with_its_message_and_the_next_request_is_served(shelf, tmp_path):
