@@ -73,7 +73,7 @@ def write_engine(
         shutil.copy2(path, folder / path.name)
     progress(0.8)
     manifest = EngineManifest(
-        schema_version=1,
+        schema_version=2,
         name=options.name,
         runtime="onnxruntime",
         model=_model_facts(checkpoint),

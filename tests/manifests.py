@@ -8,7 +8,7 @@ def make_manifest(
 ) -> EngineManifest:
     return EngineManifest.model_validate(
         {
-            "schema_version": 1,
+            "schema_version": 2,
             "name": "test",
             "runtime": "onnxruntime",
             "model": {

@@ -31,7 +31,7 @@ def test_what_is_written_is_read(folder):
         (("model", "surprise"), 1),
         (("precision", "weights"), "int3"),
         (("limits", "page_size"), 0),
-        (("schema_version",), 2),
+        (("schema_version",), 1),
         (("files",), None),
     ],
 )

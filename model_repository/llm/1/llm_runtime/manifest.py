@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from llm_runtime.errors import EngineError
 
@@ -37,16 +37,24 @@ class ModelFacts(_Strict):
     eos_token_ids: tuple[int, ...]
 
 
+Runtime = Literal["onnxruntime", "tensorrt", "tensorrt-rtx"]
+FloatName = Literal["fp32", "fp16", "bf16"]
+CacheName = Literal["fp32", "fp16", "bf16", "fp8"]
+BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
+
+
 class Precision(_Strict):
     """How numbers are stored; `weights` is of the decoder's linear layers."""
 
-    weights: Literal["fp32", "int4"]
-    algorithm: str | None = None  # how the weights were quantized: "awq", "rtn"; None where they were not
-    block_size: int | None = None
-    activations: Literal["fp32"] = "fp32"
-    kv_cache: Literal["fp32"] = "fp32"
-    lm_head: Literal["fp32", "int8", "int4"]
-    embedding: Literal["fp32", "int8"]
+    weights: Literal["fp32", "fp16", "bf16", "fp8", "int8", "int4", "fp4", "mixed"]
+    algorithm: str | None = None  # how the weights were quantized: "int4_awq", ...; None where they were not
+    block_size: int | None = None  # weights along a layer's input that share a scale; None: a whole row or matrix
+    effective_bits: float | None = None  # of mixed weights: bits a weight, on average
+    activations: Literal["fp8", "int8", "fp4"] | None = None  # what inputs of quantized layers are rounded to; None: nothing
+    compute: FloatName = "fp32"  # all other arithmetic, and what weights become when they are used
+    kv_cache: CacheName = "fp32"
+    lm_head: Literal["fp32", "fp16", "bf16", "fp8", "int8", "int4"]
+    embedding: Literal["fp32", "fp16", "bf16", "int8"]
 
 
 class Limits(_Strict):
@@ -72,23 +80,55 @@ class Quality(_Strict):
     reference_perplexity: float | None = None
 
 
+class Profile(_Strict):
+    """The largest call that a plan takes; names of the axes as in docs/architecture.md."""
+
+    max_rows: int = Field(gt=0)  # B
+    max_tokens: int = Field(gt=0)  # T, of all rows
+    max_row_tokens: int = Field(gt=0)  # M, of the longest row
+    max_row_pages: int = Field(gt=0)  # P
+    max_logits: int = Field(gt=0)  # L
+
+
+class Plan(_Strict):
+    """What TensorRT compiled, and what may run it. Optimization profile 0 is `prefill`, 1 is `decode`."""
+
+    file: str
+    tensorrt_version: str
+    compute_capabilities: tuple[str, ...] = Field(min_length=1)  # "8.9"
+    device: str | None = None  # the GPU it was built on; None: ahead of time
+    prefill: Profile
+    decode: Profile
+    max_pages: int = Field(gt=0)  # N
+
+
 class EngineManifest(_Strict):
-    schema_version: Literal[1]
+    schema_version: Literal[2]
     name: str
-    runtime: Literal["onnxruntime"]
+    runtime: Runtime
     model: ModelFacts
     precision: Precision
     limits: Limits
-    graphs: dict[Literal["standard", "fused"], str]  # file names
+    graphs: dict[Literal["standard", "fused"], str] = {}  # of onnxruntime: file names
+    plan: Plan | None = None  # of tensorrt and tensorrt-rtx
     files: dict[str, str]  # every file of the engine: name -> sha256
     source: Source
     builder: dict[str, str]  # package -> version
     quality: Quality | None = None
 
+    @model_validator(mode="after")
+    def _has_what_its_runtime_loads(self) -> EngineManifest:
+        if (self.plan is None) != (self.runtime == "onnxruntime"):
+            raise ValueError(f"runtime {self.runtime!r} {'needs' if self.plan is None else 'has no'} plan")
+        if self.runtime == "onnxruntime" and not self.graphs:
+            raise ValueError("runtime 'onnxruntime' needs graphs")
+        return self
+
     @property
     def page_bytes(self) -> int:
-        """Bytes of one KV page: keys and values of every layer in float32."""
-        return 2 * 4 * self.model.num_layers * self.model.num_kv_heads * self.model.head_dim * self.limits.page_size
+        """Bytes of one KV page: keys and values of every layer."""
+        values = 2 * self.model.num_layers * self.model.num_kv_heads * self.model.head_dim * self.limits.page_size
+        return values * BYTES[self.precision.kv_cache]
 
 
 def sha256_file(path: Path) -> str:
