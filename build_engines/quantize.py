@@ -1,7 +1,7 @@
-"""INT4 weights by nvidia-modelopt, on a CPU: AWQ or round-to-nearest, and its Hugging Face export.
+"""Quantized weights by nvidia-modelopt, on a CPU, and its Hugging Face export.
 
-AWQ here is modelopt's search for the scales of activations, and then rounding that keeps outputs close (rounding.py) in place
-of rounding to nearest.
+INT4 AWQ here is modelopt's search for the scales of activations, and then rounding that keeps outputs close (rounding.py) in
+place of rounding to nearest. Everything else is modelopt's own.
 """
 
 import contextlib
@@ -10,13 +10,14 @@ import io
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from logging import ERROR, getLogger
 from pathlib import Path
 from typing import Any
 
 from build_engines import calibration
 from build_engines.checkpoint.hf import TOKENIZER_FILES, HfCheckpoint
-from build_engines.checkpoint.types import DecoderConfig, linear_names, linear_shape
+from build_engines.checkpoint.types import FP4_BLOCK, DecoderConfig, linear_names, linear_shape
 from build_engines.errors import BuildError
 from build_engines.rounding import round_layers
 
@@ -29,10 +30,9 @@ _NUM_WINDOWS = 24
 # The search for AWQ's scales takes most of the time and needs less text than the rounding after it.
 _NUM_SEARCH_WINDOWS = 8
 _ALPHA_STEP = 0.2
-# Parts of the whole time, on the demo model.
-_SEARCH_PART = 0.4
+_NUM_ALPHAS = round(1 / _ALPHA_STEP) + 1
 # All linears of a decoder layer. Those that share an input share AWQ's scale for it.
-_GROUPS = (
+GROUPS = (
     ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     ("self_attn.o_proj",),
     ("mlp.gate_proj", "mlp.up_proj"),
@@ -55,30 +55,86 @@ def check_block_size(config: DecoderConfig, block_size: int) -> None:
             raise BuildError(f"{name} has {num_in} inputs, which blocks of {block_size} do not divide; {hint}")
 
 
+@dataclass(frozen=True)
+class Recipe:
+    """What to make of the linear layers but `lm_head`.
+
+    precision: "int4", "int8", "fp8", "fp4" (NVFP4), "mixed", or "none" where only `cache_fp8` is wanted. block_size, algorithm
+    ("awq" or "rtn"): of INT4. activations: whether inputs are rounded as well (INT8: SmoothQuant, arXiv 2211.10438; FP8:
+    always). effective_bits, wide: mixed chooses for each layer between INT4 and `wide` ("int8" or "fp8") so that weights take so
+    many bits on average. cache_fp8: find scales for FP8 keys and values.
+    """
+
+    precision: str
+    block_size: int = 128
+    algorithm: str = "awq"
+    activations: bool = False
+    effective_bits: float | None = None
+    wide: str = "int8"
+    cache_fp8: bool = False
+
+    @property
+    def has_int4(self) -> bool:
+        return self.precision in ("int4", "mixed")
+
+    @property
+    def is_awq(self) -> bool:
+        return self.has_int4 and self.algorithm == "awq"
+
+    @property
+    def needs_text(self) -> bool:
+        """Whether it looks at activations; else weights alone decide."""
+        return self.is_awq or self.precision in ("fp8", "mixed") or self.activations or self.cache_fp8
+
+    def __str__(self) -> str:
+        names = {"int8": "INT8", "fp8": "FP8", "fp4": "NVFP4", "mixed": "mixed", "none": "KV cache"}
+        smooth = self.precision == "int8" and self.activations
+        return self.algorithm.upper() if self.precision == "int4" else "SmoothQuant" if smooth else names[self.precision]
+
+
+def check_recipe(config: DecoderConfig, recipe: Recipe) -> None:
+    """Raises BuildError for what does not fit the model: before any work."""
+    if recipe.algorithm not in ALGORITHMS:
+        raise BuildError(f"algorithm {recipe.algorithm!r} is unknown; known are {', '.join(ALGORITHMS)}")
+    if recipe.has_int4:
+        check_block_size(config, recipe.block_size)
+    if recipe.precision == "fp4":
+        for name in linear_names(config):
+            num_in = linear_shape(config, name)[1]
+            if num_in % FP4_BLOCK:
+                raise BuildError(f"{name} has {num_in} inputs, which NVFP4's blocks of {FP4_BLOCK} do not divide")
+    if recipe.precision == "mixed":
+        low, high = effective_bits("int4", recipe.block_size), effective_bits(recipe.wide, 0)
+        if recipe.effective_bits is None or not low <= recipe.effective_bits <= high:
+            raise BuildError(
+                f"--effective-bits {recipe.effective_bits}: INT4 in blocks of {recipe.block_size} takes {low:g} bits a weight and"
+                f" {recipe.wide.upper()} {high:g}; choose a number between them"
+            )
+
+
+def effective_bits(precision: str, block_size: int) -> float:
+    """Bits a weight with its share of a 16-bit scale."""
+    return 4 + 16 / block_size if precision == "int4" else 8.0
+
+
 def quantize(
     folder: Path,
     output: Path,
-    algorithm: str = "awq",
-    block_size: int = 128,
+    recipe: Recipe,
     text: str | None = None,
     progress: Progress = lambda fraction: None,
 ) -> None:
-    """Quantizes all linear layers but `lm_head` of the Hugging Face model in `folder`; writes modelopt's export to `output`.
+    """Quantizes the Hugging Face model in `folder`; writes modelopt's export to `output`.
 
-    algorithm: "awq" (activation-aware: needs a calibration text) or "rtn" (round to nearest). block_size: weights along a
-    layer's input that share a scale, 64 or 128. text: calibrates AWQ; None: the built-in one. progress is called with the
-    fraction done.
+    text: what activations are calibrated on; None: the built-in one. progress is called with the fraction done.
 
-    `output` appears whole or not at all. Raises BuildError, before any work, for an unknown algorithm, a block size that is
-    not allowed or does not divide a layer, a text that is too short, or a checkpoint that cannot be read; and for a weight
-    that is not finite, naming its layer.
+    `output` appears whole or not at all. Raises BuildError, before any work, for what `check_recipe` refuses, a text that is
+    too short, or a checkpoint that cannot be read; and for a weight that is not finite, naming its layer.
     """
-    if algorithm not in ALGORITHMS:
-        raise BuildError(f"algorithm {algorithm!r} is unknown; known are {', '.join(ALGORITHMS)}")
     checkpoint = HfCheckpoint(folder)
-    check_block_size(checkpoint.config, block_size)
+    check_recipe(checkpoint.config, recipe)
     windows = None
-    if algorithm == "awq":
+    if recipe.needs_text:
         length = min(_WINDOW_LENGTH, checkpoint.config.max_context)
         tokenizer, bos = folder / "tokenizer.json", checkpoint.config.bos_token_id
         text = calibration.default_text() if text is None else text
@@ -90,7 +146,7 @@ def quantize(
         model = load_model(folder)
         _check_finite(model, checkpoint.config)
         progress(0.02)
-        simulate(model, algorithm, block_size, windows, lambda fraction: progress(0.02 + 0.9 * fraction))
+        simulate(model, recipe, windows, lambda fraction: progress(0.02 + 0.9 * fraction))
         export(model, partial)
     for name in TOKENIZER_FILES:
         if (folder / name).is_file():
@@ -109,34 +165,71 @@ def load_model(folder: Path) -> Any:
     return model.eval()
 
 
-def simulate(model: Any, algorithm: str, block_size: int, windows: Any, progress: Progress = lambda fraction: None) -> None:
-    """Turns `model` in place into modelopt's simulation: the same model, its weights rounded when used.
+def simulate(model: Any, recipe: Recipe, windows: Any, progress: Progress = lambda fraction: None) -> None:
+    """Turns `model` in place into modelopt's simulation: the same model, its weights (and inputs) rounded when used.
 
-    windows: int64 [n, tokens] for AWQ, else None. Layers that share an input get one scale for it, so that the export has the
-    weights simulated here; left to itself, the exporter averages the scales and rounds anew.
+    windows: int64 [n, tokens] where the recipe needs text, else None. Layers that share an input get one scale for it, so that
+    the export has the weights simulated here; left to itself, the exporter averages the scales and rounds anew.
     """
     import modelopt.torch.quantization as mtq
     import torch
 
+    batch = torch.from_numpy(windows) if windows is not None else None
+    rounding_part = 0.6 if recipe.is_awq else 0.0
+    search_part = 1 - rounding_part
+
+    def report(fraction: float) -> None:
+        progress(search_part * fraction)
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        if algorithm == "rtn":
-            mtq.quantize(model, _with_block_size(mtq.INT4_BLOCKWISE_WEIGHT_ONLY_CFG, block_size))
+        if recipe.precision == "mixed":
+            choose_by_layer(model, recipe, batch, report)
+        elif batch is None:
+            mtq.quantize(model, _preset(recipe))
         else:
-            config = _with_block_size(mtq.INT4_AWQ_CFG, block_size)
-            config["algorithm"] = {"method": "awq_lite", "alpha_step": _ALPHA_STEP}
-            batch = torch.from_numpy(windows)
-            # Spread over the text as all of them are.
-            few = batch[:: max(1, len(batch) // _NUM_SEARCH_WINDOWS)]
-            with _search_progress(model, lambda fraction: progress(_SEARCH_PART * fraction)):
-                # All windows at once: the search rounds every weight for every candidate and batch. Without the head, which is
-                # not quantized and for small models the larger part of the work.
-                mtq.quantize(model, config, lambda m: m.model(few, use_cache=False))
-            _share_scales(model)
-            round_layers(
-                model, batch, _GROUPS, block_size, lambda fraction: progress(_SEARCH_PART + (1 - _SEARCH_PART) * fraction)
-            )
+            # All windows at once: the search rounds every weight for every candidate and batch. Without the head, which is not
+            # quantized and for small models the larger part of the work.
+            few = _few(batch) if recipe.is_awq else batch
+            num_passes = 2 + _NUM_ALPHAS if recipe.is_awq else 1
+            with _layer_progress(model, num_passes, report):
+                mtq.quantize(model, _preset(recipe), lambda m: m.model(few, use_cache=False))
+        _share_scales(model)
+        if recipe.is_awq:
+            round_layers(model, batch, GROUPS, lambda fraction: progress(search_part + rounding_part * fraction))
     progress(1.0)
+
+
+def choose_by_layer(model: Any, recipe: Recipe, batch: Any, progress: Progress) -> None:
+    """modelopt's `auto_quantize`: for each layer (or group that shares an input) INT4 or the wide format, by how much rounding
+    it hurts the loss on the calibration text, to first order, under the bound on bits."""
+    import modelopt.torch.quantization as mtq
+    import torch
+
+    wide = replace(recipe, precision=recipe.wide, activations=False)
+    formats = [
+        _preset(replace(recipe, precision="int4")) | {"effective_bits": effective_bits("int4", recipe.block_size)},
+        _preset(wide) | {"effective_bits": effective_bits(recipe.wide, 0)},
+    ]
+    few = _few(batch)
+
+    def loss(output: Any, ids: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(output.logits[0, :-1].float(), ids[0, 1:])
+
+    # Two calibrations that see all windows, one of them AWQ's search; then a forward and a backward pass for each score.
+    num_passes = len(few) * (2 + _NUM_ALPHAS + 1 + 1)
+    with _layer_progress(model, num_passes, progress):
+        mtq.auto_quantize(
+            model,
+            constraints={"effective_bits": recipe.effective_bits},
+            quantization_formats=formats,
+            data_loader=[ids[None] for ids in few],
+            forward_step=lambda m, ids: m(ids, use_cache=False),
+            loss_func=loss,
+            disabled_layers=["*lm_head*"],
+            num_calib_steps=len(few),
+            num_score_steps=len(few),
+        )
 
 
 def export(model: Any, folder: Path) -> None:
@@ -173,29 +266,52 @@ def quiet_libraries() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _with_block_size(preset: dict[str, Any], block_size: int) -> dict[str, Any]:
-    config = copy.deepcopy(preset)
-    for entry in config["quant_cfg"]:
-        if (entry.get("cfg") or {}).get("block_sizes"):
-            entry["cfg"]["block_sizes"] = {-1: block_size, "type": "static"}
+def _preset(recipe: Recipe) -> dict[str, Any]:
+    """modelopt's configuration of a recipe that is not mixed."""
+    import modelopt.torch.quantization as mtq
+
+    presets = {
+        ("int4", False): mtq.INT4_AWQ_CFG if recipe.algorithm == "awq" else mtq.INT4_BLOCKWISE_WEIGHT_ONLY_CFG,
+        ("int8", False): mtq.INT8_WEIGHT_ONLY_CFG,
+        ("int8", True): mtq.INT8_SMOOTHQUANT_CFG,
+        ("fp8", False): mtq.FP8_DEFAULT_CFG,
+        ("fp8", True): mtq.FP8_DEFAULT_CFG,
+        ("fp4", False): mtq.W4A16_NVFP4_CFG,
+        ("fp4", True): mtq.NVFP4_DEFAULT_CFG,
+        ("none", False): {"quant_cfg": [{"quantizer_name": "*", "enable": False}], "algorithm": "max"},
+    }
+    config = copy.deepcopy(presets[recipe.precision, recipe.activations])
+    if recipe.precision == "int4":
+        for entry in config["quant_cfg"]:
+            if (entry.get("cfg") or {}).get("block_sizes"):
+                entry["cfg"]["block_sizes"] = {-1: recipe.block_size, "type": "static"}
+        if recipe.algorithm == "awq":
+            config["algorithm"] = {"method": "awq_lite", "alpha_step": _ALPHA_STEP}
     # The presets leave the head alone already; said again, since its precision is the graph builder's to choose.
     config["quant_cfg"].append({"quantizer_name": "*lm_head*", "enable": False})
+    if recipe.cache_fp8:
+        config["quant_cfg"] += copy.deepcopy(mtq.FP8_KV_CFG["quant_cfg"])
     return config
 
 
+def _few(batch: Any) -> Any:
+    """Some of the windows, spread over the text as all of them are."""
+    return batch[:: max(1, len(batch) // _NUM_SEARCH_WINDOWS)]
+
+
 @contextlib.contextmanager
-def _search_progress(model: Any, progress: Progress) -> Iterator[None]:
-    """Reports AWQ's progress layer by layer: one pass to see the activations, one that tries every alpha."""
+def _layer_progress(model: Any, num_passes: int, progress: Progress) -> Iterator[None]:
+    """Reports progress layer by layer over so many passes through the decoder; AWQ's search tries every alpha in its second one,
+    so passes differ in length: the first two count once, or as much as the trials in them."""
     num_layers = len(model.model.layers)
-    num_alphas = round(1 / _ALPHA_STEP) + 1
-    total = num_layers * (1 + 1 + num_alphas)
+    total = num_layers * num_passes
     calls = 0
 
     def count(*_: Any) -> None:
         nonlocal calls
         calls += 1
-        searched = max(0, calls - num_layers)
-        progress(min(1.0, (min(calls, num_layers) + searched * (1 + num_alphas)) / total))
+        second = max(0, calls - num_layers)
+        progress(min(1.0, (min(calls, num_layers) + second * max(1, num_passes - 1)) / total))
 
     handles = [layer.register_forward_hook(count) for layer in model.model.layers]
     try:
@@ -209,16 +325,18 @@ def _share_scales(model: Any) -> None:
     from modelopt.torch.export.quant_utils import preprocess_linear_fusion
 
     for layer in model.model.layers:
-        for names in _GROUPS:
+        for names in GROUPS:
             preprocess_linear_fusion([layer.get_submodule(name) for name in names])
 
 
 def _lift_zero_scales(model: Any) -> None:
-    """A block of zeros has the scale 0, which the exporter refuses; any other one gives the same zeros."""
+    """A block of zeros, or an input that was always zero, has the scale 0, which the exporter refuses; any other one gives the
+    same zeros."""
     for module in model.modules():
-        quantizer = getattr(module, "weight_quantizer", None)
-        if quantizer is not None and quantizer.is_enabled and quantizer.amax is not None:
-            quantizer.amax = quantizer.amax.masked_fill(quantizer.amax == 0, 1.0)
+        for name in ("weight_quantizer", "input_quantizer", "k_bmm_quantizer", "v_bmm_quantizer"):
+            quantizer = getattr(module, name, None)
+            if quantizer is not None and quantizer.is_enabled and quantizer.amax is not None:
+                quantizer.amax = quantizer.amax.masked_fill(quantizer.amax == 0, 1.0)
 
 
 def _check_finite(model: Any, config: DecoderConfig) -> None:

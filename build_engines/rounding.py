@@ -25,13 +25,12 @@ def round_layers(
     model: Any,
     batch: "torch.Tensor",
     groups: Sequence[Sequence[str]],
-    block_size: int,
     progress: Callable[[float], None] = lambda fraction: None,
 ) -> None:
-    """Rounds the linear layers of a model that modelopt simulates, in place, one decoder layer after another.
+    """Rounds the INT4 layers of a model that modelopt simulates, in place, one decoder layer after another.
 
     batch: int64 [n, tokens], run through the model once; each layer sees what the rounded ones before it give. groups: names,
-    within a decoder layer, of all quantized linears; those of one group share their input, with its scale. Afterwards weights
+    within a decoder layer, of all linears; those of one group share their input, with its scale, and their precision. Afterwards weights
     are whole multiples of their scales, which the quantizers hold, so that modelopt's own rounding leaves them as they are.
     """
     import torch
@@ -39,7 +38,7 @@ def round_layers(
     layers = model.model.layers
     handles = []
     for index, layer in enumerate(layers):
-        rounder = _LayerRounder(layer, groups, block_size)
+        rounder = _LayerRounder(layer, groups)
         handles += rounder.handles
 
         def finish(layer: Any, args: Any, kwargs: Any, _: Any, rounder: _LayerRounder = rounder, index: int = index) -> Any:
@@ -60,9 +59,9 @@ def round_layers(
 class _LayerRounder:
     """The second moments of the inputs of one decoder layer's linears, from when the layer runs until it is rounded."""
 
-    def __init__(self, layer: Any, groups: Sequence[Sequence[str]], block_size: int) -> None:
-        self._groups = [[layer.get_submodule(name) for name in names] for names in groups]
-        self._block_size = block_size
+    def __init__(self, layer: Any, groups: Sequence[Sequence[str]]) -> None:
+        linears = [[layer.get_submodule(name) for name in names] for names in groups]
+        self._groups = [group for group in linears if _is_int4(group[0].weight_quantizer)]
         self._moments: dict[int, torch.Tensor] = {}
         self.handles = [
             linears[0].register_forward_pre_hook(lambda linear, args, i=i: self._see(i, linear, args[0]))
@@ -82,11 +81,16 @@ class _LayerRounder:
         for i, linears in enumerate(self._groups):
             sizes = [linear.weight.shape[0] for linear in linears]
             weight = torch.cat([linear.weight.detach() for linear in linears])
-            rounded, scales = round_weight(weight, self._moments.pop(i), self._block_size)
+            block_size = linears[0].weight_quantizer.block_sizes[-1]
+            rounded, scales = round_weight(weight, self._moments.pop(i), block_size)
             for linear, values, scale in zip(linears, rounded.split(sizes), scales.split(sizes), strict=True):
                 linear.weight.data = values.clone()
                 quantizer = linear.weight_quantizer
                 quantizer.amax = (scale * quantizer.maxbound).reshape(quantizer.amax.shape)
+
+
+def _is_int4(quantizer: Any) -> bool:
+    return quantizer.is_enabled and quantizer.num_bits == 4
 
 
 def round_weight(weight: "torch.Tensor", moments: "torch.Tensor", block_size: int) -> "tuple[torch.Tensor, torch.Tensor]":

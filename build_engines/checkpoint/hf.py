@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from build_engines.checkpoint.types import (
@@ -129,6 +130,9 @@ class HfCheckpoint:
         weight = self._linear_weight_name(name)
         return FloatWeights(self._files.float32(weight), self._bias(name))
 
+    def cache_scales(self, layer: int) -> tuple[float, float] | None:
+        return None
+
     def tensor(self, name: str) -> np.ndarray:
         if name not in tensor_shapes(self.config):
             raise KeyError(name)
@@ -208,8 +212,13 @@ class _TensorFiles:
         return self._file_of[name].get_tensor(name).float().numpy()
 
     def raw(self, name: str) -> np.ndarray:
-        """A tensor in the type it has in the file, which numpy must know."""
-        return self._file_of[name].get_tensor(name).numpy()
+        """A tensor in the type it has in the file: one of numpy's, or float8_e4m3fn."""
+        import torch
+
+        tensor = self._file_of[name].get_tensor(name)
+        if tensor.dtype == torch.float8_e4m3fn:
+            return tensor.view(torch.uint8).numpy().view(ml_dtypes.float8_e4m3fn)
+        return tensor.numpy()
 
 
 def fetch_from_hub(model: str, revision: str | None = None) -> tuple[Path, str]:

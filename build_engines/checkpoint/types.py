@@ -73,6 +73,9 @@ class FloatWeights:
     weight: np.ndarray  # float32 [out, in]
     bias: np.ndarray | None = None  # float32 [out]
 
+    def dequantize(self) -> np.ndarray:
+        return self.weight
+
 
 @dataclass(frozen=True, eq=False)
 class Int4Weights:
@@ -87,19 +90,78 @@ class Int4Weights:
     pre_quant_scale: np.ndarray | None = None  # float32 [in]: what AWQ divided out of the weights' columns
     bias: np.ndarray | None = None  # float32 [out]
 
+    def dequantize(self) -> np.ndarray:
+        return _expand(self.values, self.scales, self.block_size)
+
 
 @dataclass(frozen=True, eq=False)
 class Int8Weights:
-    """A linear layer, or an embedding table, with symmetric INT8 weights in blocks along its input; else as Int4Weights."""
+    """A linear layer, or an embedding table, with symmetric INT8 weights in blocks along its input; else as Int4Weights.
 
-    values: np.ndarray  # int8 [out, in], each in -127..127
+    `input_scale`: the layer's input is rounded to INT8 in steps of it (W8A8); None: weight-only.
+    """
+
+    values: np.ndarray  # int8 [out, in], each in -128..127
     scales: np.ndarray  # float32 [out, in / block_size]
-    block_size: int
+    block_size: int  # `in` for one scale a row
+    pre_quant_scale: np.ndarray | None = None  # float32 [in]
+    bias: np.ndarray | None = None  # float32 [out]
+    input_scale: float | None = None
+
+    def dequantize(self) -> np.ndarray:
+        return _expand(self.values, self.scales, self.block_size)
+
+
+@dataclass(frozen=True, eq=False)
+class Fp8Weights:
+    """A linear layer with FP8 E4M3 weights (arXiv 2209.05433): `y = (x * pre_quant_scale) @ (values * scales).T + bias`.
+
+    `input_scale`: the layer's input is rounded to E4M3 in units of it; None: weight-only.
+    """
+
+    values: np.ndarray  # float8_e4m3fn [out, in]
+    scales: np.ndarray  # float32 [out]
+    input_scale: float | None = None
     pre_quant_scale: np.ndarray | None = None  # float32 [in]
     bias: np.ndarray | None = None  # float32 [out]
 
+    def dequantize(self) -> np.ndarray:
+        return self.values.astype(np.float32) * self.scales[:, None]
 
-LinearWeights = FloatWeights | Int4Weights | Int8Weights
+
+FP4_BLOCK = 16
+
+
+@dataclass(frozen=True, eq=False)
+class Fp4Weights:
+    """A linear layer in NVFP4: E2M1 weights in blocks of 16 along the input, each with an E4M3 scale, all times one float32.
+
+    `input_scale`: the global scale with which the layer's input is rounded to NVFP4 too; None: weight-only.
+    """
+
+    values: np.ndarray  # float4_e2m1fn [out, in]
+    block_scales: np.ndarray  # float8_e4m3fn [out, in / 16]
+    global_scale: np.ndarray  # float32 [out]: equal but where layers were stacked
+    input_scale: float | None = None
+    pre_quant_scale: np.ndarray | None = None  # float32 [in]
+    bias: np.ndarray | None = None  # float32 [out]
+
+    @property
+    def scales(self) -> np.ndarray:
+        """float32 [out, in / 16]: of block and matrix together."""
+        return self.block_scales.astype(np.float32) * self.global_scale[:, None]
+
+    def dequantize(self) -> np.ndarray:
+        return _expand(self.values, self.scales, FP4_BLOCK)
+
+
+def _expand(values: np.ndarray, scales: np.ndarray, block_size: int) -> np.ndarray:
+    """float32 [out, in]: what quantized weights stand for, before any `pre_quant_scale`."""
+    return values.astype(np.float32) * np.repeat(scales, block_size, axis=1)
+
+
+QuantizedWeights = Int4Weights | Int8Weights | Fp8Weights | Fp4Weights
+LinearWeights = FloatWeights | QuantizedWeights
 
 
 @dataclass(frozen=True)
@@ -137,6 +199,10 @@ class Checkpoint(Protocol):
 
         Raises KeyError for a name that the architecture does not have.
         """
+        ...
+
+    def cache_scales(self, layer: int) -> tuple[float, float] | None:
+        """What keys and values of this layer are divided by before they are rounded to FP8; None where it was not calibrated."""
         ...
 
     def tensor(self, name: str) -> np.ndarray:

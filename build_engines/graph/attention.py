@@ -1,24 +1,52 @@
 """Attention over the KV pages: the one layer where targets differ, behind the same inputs and outputs.
 
-An attention is called once a layer with query [T, heads*dim], key and value [T, kv_heads*dim] (rotated) and
-returns [T, heads*dim]. It sees its row's past tokens in the pages and the row's own tokens up to itself, at most
+An attention is called once a layer with query [T, heads*dim], key and value [T, kv_heads*dim] (rotated, and as they go into the
+pages) and returns [T, heads*dim]. It sees its row's past tokens in the pages and the row's own tokens up to itself, at most
 `window` back where the layer has a window.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
+import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 
 from build_engines.checkpoint.types import DecoderConfig
 from build_engines.graph.io import GraphInputs
+from build_engines.graph.numerics import NUMPY_TYPES, Numerics
 from build_engines.graph.ops import KERNEL_DOMAIN, GraphBuilder
 
 
 class Attention(Protocol):
     def __call__(self, b: GraphBuilder, layer: int, query: ir.Value, key: ir.Value, value: ir.Value) -> ir.Value: ...
+
+
+class Cache:
+    """How keys and values are kept in pages: as they are, or as FP8 E4M3 with one scale for a layer's keys and one for its values.
+
+    A step's own keys and values are read back from what is kept too, so that no result depends on how a prompt was cut.
+    """
+
+    def __init__(self, numerics: Numerics, scales: Sequence[tuple[float, float] | None]) -> None:
+        self._numerics = numerics
+        self._scales = [(1.0, 1.0) if pair is None else pair for pair in scales]
+
+    def store(self, b: GraphBuilder, layer: int, part: int, x: ir.Value) -> ir.Value:
+        """`part` 0: keys, 1: values."""
+        if self._numerics.cache != "fp8":
+            return x
+        return b.op("QuantizeLinear", x, self._scale(b, layer, part), b.const(0, ml_dtypes.float8_e4m3fn))
+
+    def load(self, b: GraphBuilder, layer: int, part: int, kept: ir.Value) -> ir.Value:
+        if self._numerics.cache != "fp8":
+            return kept
+        return b.op("DequantizeLinear", kept, self._scale(b, layer, part), b.const(0, ml_dtypes.float8_e4m3fn))
+
+    def _scale(self, b: GraphBuilder, layer: int, part: int) -> ir.Value:
+        return b.const(self._scales[layer][part], NUMPY_TYPES[self._numerics.compute])
 
 
 class FusedAttention:
@@ -54,10 +82,11 @@ class StandardAttention:
     A window layer gathers only the pages that its window can touch, so its cost does not grow with the context.
     """
 
-    def __init__(self, config: DecoderConfig, inputs: GraphInputs, page_size: int) -> None:
+    def __init__(self, config: DecoderConfig, inputs: GraphInputs, page_size: int, cache: Cache) -> None:
         self._config = config
         self._inputs = inputs
         self._page_size = page_size
+        self._cache = cache
         self._tables: dict[int, tuple[ir.Value, ir.Value]] = {}
 
     def __call__(self, b: GraphBuilder, layer: int, query: ir.Value, key: ir.Value, value: ir.Value) -> ir.Value:
@@ -69,8 +98,8 @@ class StandardAttention:
         output = b.op(
             "Attention",
             b.op("Gather", query, inputs["row_tokens"]),
-            self._past_and_new(b, inputs.key_pages[layer], table, key),
-            self._past_and_new(b, inputs.value_pages[layer], table, value),
+            self._cache.load(b, layer, 0, self._past_and_new(b, inputs.key_pages[layer], table, key)),
+            self._cache.load(b, layer, 1, self._past_and_new(b, inputs.value_pages[layer], table, value)),
             mask,
             q_num_heads=config.num_heads,
             kv_num_heads=config.num_kv_heads,

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from build_engines.checkpoint.types import Checkpoint, FloatWeights, Int8Weights, LinearWeights, tensor_shapes
-from build_engines.graph.attention import Attention, FusedAttention, StandardAttention
+from build_engines.checkpoint.types import Checkpoint, Int8Weights, LinearWeights, tensor_shapes
+from build_engines.graph.attention import Attention, Cache, FusedAttention, StandardAttention
 from build_engines.graph.io import FLOAT, GraphInputs, declare_inputs
 from build_engines.graph.layers import Rotary, gated_mlp, head_norm, make_rotary, rms_norm
 from build_engines.graph.linear import Linear, make_fused_linear, make_linear
+from build_engines.graph.numerics import NUMPY_TYPES, Numerics
 from build_engines.graph.ops import GraphBuilder
 
 EMBEDDING = "model.embed_tokens"
@@ -31,14 +32,15 @@ class Layer:
 class Decoder:
     """Holds the linears and small tensors of one checkpoint; `build` writes the graph for one kind of attention."""
 
-    def __init__(self, checkpoint: Checkpoint, head: LinearWeights, embedding: Int8Weights | np.ndarray) -> None:
+    def __init__(self, checkpoint: Checkpoint, head: Linear, embedding: Int8Weights | np.ndarray, numerics: Numerics) -> None:
+        """`head` may be a `FloatLinear` named `EMBEDDING`: a tied table, stored once."""
         self.config = checkpoint.config
-        self.layers = [_load_layer(checkpoint, index) for index in range(self.config.num_layers)]
-        # A float head that is the embedding table is stored once; quantized, the two want different layouts.
-        shared = self.config.tie_embeddings and isinstance(head, FloatWeights) and not isinstance(embedding, Int8Weights)
-        self.head = make_linear(EMBEDDING if shared else "lm_head", head)
+        self.numerics = numerics
+        self.layers = [_load_layer(checkpoint, index, numerics) for index in range(self.config.num_layers)]
+        self.head = head
+        self._cache_scales = [checkpoint.cache_scales(index) for index in range(self.config.num_layers)]
         self._embedding_block = embedding.block_size if isinstance(embedding, Int8Weights) else 0
-        self._tensors = _embedding_tensors(embedding) | _norm_tensors(checkpoint)
+        self._tensors = _embedding_tensors(embedding, numerics) | _norm_tensors(checkpoint)
 
     def tensors(self) -> dict[str, ir.TensorProtocol]:
         """Every weight by its name in the graph."""
@@ -48,24 +50,26 @@ class Decoder:
     def build(self, weights: dict[str, ir.TensorProtocol], *, fused: bool, page_size: int, name: str) -> ir.Model:
         """The graph over `weights` (what `tensors` gave, possibly moved to a file)."""
         config = self.config
-        b = GraphBuilder(weights)
+        b = GraphBuilder(weights, self.numerics.compute_type)
         page_shape = ("N", page_size, config.num_kv_heads, config.head_dim)
-        inputs = declare_inputs(b, fused=fused, num_layers=config.num_layers, page_shape=page_shape)
-        attention: Attention = FusedAttention(config, inputs) if fused else StandardAttention(config, inputs, page_size)
+        page_type = self.numerics.cache_type
+        inputs = declare_inputs(b, fused=fused, num_layers=config.num_layers, page_shape=page_shape, page_type=page_type)
+        cache = Cache(self.numerics, self._cache_scales)
+        attention: Attention = FusedAttention(config, inputs) if fused else StandardAttention(config, inputs, page_size, cache)
         rotaries = self._rotaries(b, inputs)
         hidden = self._embed(b, inputs["input_ids"])
         new: list[ir.Value] = []
         for index, layer in enumerate(self.layers):
-            hidden, key, value = self._layer(b, index, layer, hidden, rotaries[index], attention)
+            hidden, key, value = self._layer(b, index, layer, hidden, rotaries[index], attention, cache)
             new += [key, value]
         last = b.op("Gather", hidden, inputs["logit_positions"])
-        logits = self.head(b, rms_norm(b, last, "model.norm.weight", config.rms_norm_eps))
+        logits = b.to_float32(self.head(b, rms_norm(b, last, "model.norm.weight", config.rms_norm_eps)))
         new_shape = [config.num_layers, 2, -1, config.num_kv_heads, config.head_dim]
         new_keys_values = b.op("Reshape", b.op("Concat", *new, axis=0), b.const(new_shape))
         return b.finish(
             [
                 ("logits", logits, FLOAT, ("L", config.vocab_size)),
-                ("new_keys_values", new_keys_values, FLOAT, (config.num_layers, 2, "T", config.num_kv_heads, config.head_dim)),
+                ("new_keys_values", new_keys_values, page_type, (config.num_layers, 2, "T", config.num_kv_heads, config.head_dim)),
             ],
             name,
         )
@@ -85,14 +89,23 @@ class Decoder:
         if self._embedding_block:
             scales = b.op("Gather", b.weight(f"{EMBEDDING}.weight_scale"), input_ids)
             rows = b.op("DequantizeLinear", rows, scales, axis=1, block_size=self._embedding_block)
+        elif self.numerics.floats != self.numerics.compute:
+            rows = b.op("Cast", rows, to=self.numerics.compute_type)
         if self.config.embed_scale == 1.0:
             return rows
-        return b.op("Mul", rows, b.const(self.config.embed_scale, np.float32))
+        return b.op("Mul", rows, b.const(self.config.embed_scale, NUMPY_TYPES[self.numerics.compute]))
 
     def _layer(
-        self, b: GraphBuilder, index: int, layer: Layer, hidden: ir.Value, rotary: Rotary, attention: Attention
+        self,
+        b: GraphBuilder,
+        index: int,
+        layer: Layer,
+        hidden: ir.Value,
+        rotary: Rotary,
+        attention: Attention,
+        cache: Cache,
     ) -> tuple[ir.Value, ir.Value, ir.Value]:
-        """(hidden after the layer [T, hidden], rotated key, value [T, kv_heads*dim])"""
+        """(hidden after the layer [T, hidden]; rotated key and value [T, kv_heads*dim] as they are kept in pages)"""
         config, eps = self.config, self.config.rms_norm_eps
         qkv = layer.qkv(b, rms_norm(b, hidden, f"{layer.prefix}.input_layernorm.weight", eps))
         query, key, value = b.ops(
@@ -102,6 +115,7 @@ class Decoder:
             query = head_norm(b, query, f"{layer.prefix}.self_attn.q_norm.weight", config.num_heads, config)
             key = head_norm(b, key, f"{layer.prefix}.self_attn.k_norm.weight", config.num_kv_heads, config)
         query, key = rotary(b, query, config.num_heads), rotary(b, key, config.num_kv_heads)
+        key, value = cache.store(b, index, 0, key), cache.store(b, index, 1, value)
         attended = layer.output(b, attention(b, index, query, key, value))
         if config.post_norms:
             attended = rms_norm(b, attended, f"{layer.prefix}.post_attention_layernorm.weight", eps)
@@ -114,7 +128,7 @@ class Decoder:
         return b.op("Add", hidden, mlp), key, value
 
 
-def _load_layer(checkpoint: Checkpoint, index: int) -> Layer:
+def _load_layer(checkpoint: Checkpoint, index: int, numerics: Numerics) -> Layer:
     prefix = f"model.layers.{index}"
     attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
 
@@ -123,10 +137,10 @@ def _load_layer(checkpoint: Checkpoint, index: int) -> Layer:
 
     return Layer(
         prefix=prefix,
-        qkv=make_fused_linear(attention, parts(attention, "q_proj", "k_proj", "v_proj")),
-        output=make_linear(f"{attention}.o_proj", checkpoint.linear(f"{attention}.o_proj")),
-        gate_up=make_fused_linear(mlp, parts(mlp, "gate_proj", "up_proj")),
-        down=make_linear(f"{mlp}.down_proj", checkpoint.linear(f"{mlp}.down_proj")),
+        qkv=make_fused_linear(attention, parts(attention, "q_proj", "k_proj", "v_proj"), numerics),
+        output=make_linear(f"{attention}.o_proj", checkpoint.linear(f"{attention}.o_proj"), numerics),
+        gate_up=make_fused_linear(mlp, parts(mlp, "gate_proj", "up_proj"), numerics),
+        down=make_linear(f"{mlp}.down_proj", checkpoint.linear(f"{mlp}.down_proj"), numerics),
     )
 
 
@@ -137,8 +151,9 @@ def _norm_tensors(checkpoint: Checkpoint) -> dict[str, ir.TensorProtocol]:
     return {name: ir.tensor(checkpoint.tensor(name) + offset, name=name) for name in names}
 
 
-def _embedding_tensors(embedding: Int8Weights | np.ndarray) -> dict[str, ir.TensorProtocol]:
-    if not isinstance(embedding, Int8Weights):
-        return {f"{EMBEDDING}.weight": ir.tensor(embedding, name=f"{EMBEDDING}.weight")}
-    arrays = {f"{EMBEDDING}.weight": embedding.values, f"{EMBEDDING}.weight_scale": embedding.scales}
+def _embedding_tensors(embedding: Int8Weights | np.ndarray, numerics: Numerics) -> dict[str, ir.TensorProtocol]:
+    if isinstance(embedding, np.ndarray):
+        arrays = {f"{EMBEDDING}.weight": numerics.stored(embedding)}
+    else:
+        arrays = {f"{EMBEDDING}.weight": embedding.values, f"{EMBEDDING}.weight_scale": numerics.computed(embedding.scales)}
     return {name: ir.tensor(array, name=name) for name, array in arrays.items()}

@@ -36,12 +36,14 @@ class GraphInputs:
         return self.named[name]
 
 
-def declare_inputs(b: GraphBuilder, *, fused: bool, num_layers: int, page_shape: tuple[int | str, ...]) -> GraphInputs:
+def declare_inputs(
+    b: GraphBuilder, *, fused: bool, num_layers: int, page_shape: tuple[int | str, ...], page_type: ir.DataType = FLOAT
+) -> GraphInputs:
     """`page_shape` is (pages, page_size, kv_heads, head_dim)."""
     table = COMMON_INPUTS + (FUSED_INPUTS if fused else STANDARD_INPUTS)
     named = {name: b.input(name, dtype, shape) for name, dtype, shape in table}
     pages = [
-        (b.input(f"key_pages.{i}", FLOAT, page_shape), b.input(f"value_pages.{i}", FLOAT, page_shape))
+        (b.input(f"key_pages.{i}", page_type, page_shape), b.input(f"value_pages.{i}", page_type, page_shape))
         for i in range(num_layers)
     ]
     return GraphInputs(named, [key for key, _ in pages], [value for _, value in pages])

@@ -13,8 +13,8 @@ from build_engines.graph.ops import GraphBuilder
 
 
 def rms_norm(b: GraphBuilder, x: ir.Value, name: str, epsilon: float) -> ir.Value:
-    """x [..., features] / rms(x) * weight, in float32 (arXiv 1910.07467)."""
-    return b.op("RMSNormalization", x, b.weight(name), axis=-1, epsilon=epsilon, stash_type=1)
+    """x [..., features] / rms(x) * weight, all in float32 (arXiv 1910.07467)."""
+    return b.to_compute(b.op("RMSNormalization", b.to_float32(x), b.weight(name), axis=-1, epsilon=epsilon, stash_type=1))
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def make_rotary(b: GraphBuilder, position_ids: ir.Value, inverse_frequencies: np
     if attention_factor != 1.0:
         factor = b.const(attention_factor, np.float32)
         cos, sin = b.op("Mul", cos, factor), b.op("Mul", sin, factor)
-    return Rotary(cos, sin)
+    return Rotary(b.to_compute(cos), b.to_compute(sin))
 
 
 def gelu_tanh(b: GraphBuilder, x: ir.Value) -> ir.Value:

@@ -16,9 +16,10 @@ KERNEL_DOMAIN = "llm_runtime"
 class GraphBuilder:
     """Records nodes and initializers of one graph; `finish` makes the model."""
 
-    def __init__(self, weights: Mapping[str, ir.TensorProtocol]) -> None:
+    def __init__(self, weights: Mapping[str, ir.TensorProtocol], compute: ir.DataType = ir.DataType.FLOAT) -> None:
         self._tape = Tape()
         self._weights = weights
+        self._compute = compute
         self._values: dict[str, ir.Value] = {}
         self._inputs: list[ir.Value] = []
 
@@ -30,8 +31,17 @@ class GraphBuilder:
     def op(self, op_type: str, *inputs: ir.Value | None, domain: str = "", **attributes: object) -> ir.Value:
         return self._tape.op(op_type, inputs, attributes or None, domain=domain)  # type: ignore[arg-type]
 
-    def ops(self, op_type: str, *inputs: ir.Value | None, num_outputs: int, **attributes: object) -> Sequence[ir.Value]:
-        return self._tape.op_multi_out(op_type, inputs, attributes or None, num_outputs=num_outputs)  # type: ignore[arg-type]
+    def ops(
+        self, op_type: str, *inputs: ir.Value | None, num_outputs: int, domain: str = "", **attributes: object
+    ) -> Sequence[ir.Value]:
+        return self._tape.op_multi_out(op_type, inputs, attributes or None, num_outputs=num_outputs, domain=domain)  # type: ignore[arg-type]
+
+    def to_float32(self, x: ir.Value) -> ir.Value:
+        return x if self._compute == ir.DataType.FLOAT else self.op("Cast", x, to=ir.DataType.FLOAT)
+
+    def to_compute(self, x: ir.Value) -> ir.Value:
+        """A float32 value in the type that the graph computes in."""
+        return x if self._compute == ir.DataType.FLOAT else self.op("Cast", x, to=self._compute)
 
     def weight(self, name: str) -> ir.Value:
         """The initializer called `name`; raises KeyError when the checkpoint gave no such tensor."""
