@@ -5,34 +5,45 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from build_engines import calibration, quantize
 from build_engines.checkpoint import gguf, hf
 from build_engines.checkpoint.modelopt import ModeloptCheckpoint, is_modelopt_folder
-from build_engines.checkpoint.types import Checkpoint
+from build_engines.checkpoint.types import Checkpoint, linear_facts, linear_names
+from build_engines.compile import CompileOptions, load_compiler, resolve_capabilities
 from build_engines.engine import EngineOptions, write_engine
 from build_engines.errors import BuildError
+from build_engines.quantize import Recipe
+from build_engines.targets import FLOATS, Resolved, Wanted, check_target, resolve
 from llm_runtime.manifest import MANIFEST_NAME
 
 Report = Callable[[str, float], None]
 DEMO = "demo"
+DEFAULT_PRECISION, DEFAULT_BLOCK_SIZE = "int4", 128
+# A step over a longer context needs memory for all of it, for every row (docs/engines.md).
+TENSORRT_CONTEXT = 8192
 
 
 @dataclass(frozen=True)
 class BuildOptions:
-    """What the user asked for; see `python -m build_engines build --help`."""
+    """What the user asked for; see `python -m build_engines build --help`.
+
+    `wanted.precision` None: the checkpoint's own where it is quantized, else INT4. block_size None: likewise, else 128.
+    """
 
     model: str
-    precision: str = "int4"
-    block_size: int = 128
+    wanted: Wanted = field(default_factory=Wanted)
+    block_size: int | None = None
     algorithm: str = "awq"
-    lm_head: str = "int8"
+    effective_bits: float | None = None
     page_size: int = 16
     max_context: int | None = None
     calibration: Path | None = None
     revision: str | None = None
+    save_checkpoint: Path | None = None
+    compiler: CompileOptions = field(default_factory=CompileOptions)
 
 
 def build(options: BuildOptions, output: Path, report: Report) -> None:
@@ -41,21 +52,48 @@ def build(options: BuildOptions, output: Path, report: Report) -> None:
     Everything that can be refused is refused before the work starts. Raises BuildError.
     """
     _check_output(output)
+    if options.save_checkpoint is not None and options.save_checkpoint.exists():
+        raise BuildError(f"--save-checkpoint {options.save_checkpoint}: exists already")
+    wanted = _known_target(options.wanted)
     text = calibration.read_text(options.calibration) if options.calibration else None
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}-") as scratch:
         checkpoint = _open(options, Path(scratch), report)
         _check_context(options, checkpoint)
-        if options.precision == "int4" and not isinstance(checkpoint, ModeloptCheckpoint):
-            checkpoint = _quantize(options, checkpoint, Path(scratch), text, report)
+        if isinstance(checkpoint, ModeloptCheckpoint):
+            wanted = _as_it_is(options, wanted, checkpoint)
+            resolved = resolve(wanted, checkpoint.config.family)
+        else:
+            wanted = replace(wanted, precision=wanted.precision or DEFAULT_PRECISION)
+            resolved = resolve(wanted, checkpoint.config.family)
+            recipe = _recipe(options, wanted, resolved)
+            if recipe is not None:
+                checkpoint = _quantize(options, checkpoint, recipe, Path(scratch), text, report)
         unfinished = Path(scratch) / "engine"
-        name = f"{_short_name(options.model)}-{options.precision}" + (
-            f"-b{options.block_size}" if options.precision == "int4" else ""
+        engine_options = EngineOptions(
+            name=_short_name(options.model),
+            lm_head=resolved.lm_head,
+            page_size=options.page_size,
+            max_context=options.max_context or _default_context(checkpoint, wanted),
+            numerics=resolved.numerics,
+            compiler=options.compiler,
         )
-        engine_options = EngineOptions(name, options.lm_head, options.page_size, options.max_context)
-        write_engine(checkpoint, unfinished, engine_options, lambda fraction: report("Writing the engine", fraction))
+        step = "Compiling the engine" if resolved.numerics.is_tensorrt else "Writing the engine"
+        write_engine(checkpoint, unfinished, engine_options, lambda fraction: report(step, fraction))
         shutil.rmtree(output, ignore_errors=True)
         unfinished.rename(output)
+
+
+def _known_target(wanted: Wanted) -> Wanted:
+    """`wanted` with the compute capabilities that it is for, after all refusals that need no model."""
+    check_target(wanted)
+    if wanted.target == "onnxruntime":
+        return wanted
+    load_compiler(wanted.target)
+    capabilities, _ = resolve_capabilities(wanted.target, wanted.capabilities)
+    wanted = replace(wanted, capabilities=capabilities)
+    check_target(wanted)
+    return wanted
 
 
 def _check_output(output: Path) -> None:
@@ -94,12 +132,62 @@ def _check_context(options: BuildOptions, checkpoint: Checkpoint) -> None:
         raise BuildError(f"--max-context {options.max_context}: the model was made for up to {longest} tokens")
 
 
-def _quantize(options: BuildOptions, checkpoint: Checkpoint, scratch: Path, text: str | None, report: Report) -> Checkpoint:
-    step = f"Quantizing ({options.algorithm.upper()})"
-    folder = scratch / "quantized"
-    quantize.quantize(
-        checkpoint.folder, folder, options.algorithm, options.block_size, text, lambda fraction: report(step, fraction)
+def _default_context(checkpoint: Checkpoint, wanted: Wanted) -> int:
+    longest = checkpoint.config.max_context
+    return longest if wanted.target == "onnxruntime" else min(longest, TENSORRT_CONTEXT)
+
+
+def _as_it_is(options: BuildOptions, wanted: Wanted, checkpoint: ModeloptCheckpoint) -> Wanted:
+    """What is wanted of a checkpoint that is quantized already; refused where it is something else, since nothing is quantized
+    twice."""
+    facts = {linear_facts(checkpoint.linear(name)) for name in linear_names(checkpoint.config)[:7]}
+    kinds, blocks = {fact.kind for fact in facts}, {fact.block_size for fact in facts if fact.block_size}
+    own = checkpoint.precision
+    precision = "mixed" if own == "mixed" or len(kinds) > 1 else kinds.pop()
+    where = f"{options.model}: a checkpoint quantized already ({own})"
+    if precision == "float":  # an FP8 cache only
+        precision = wanted.precision if wanted.precision in FLOATS else "fp32"
+    if wanted.precision not in (None, precision):
+        raise BuildError(f"--precision {wanted.precision}: {where} stays as it is; use --precision {precision}")
+    if options.block_size and blocks and blocks != {options.block_size}:
+        raise BuildError(f"--block-size {options.block_size}: {where} has blocks of {', '.join(map(str, sorted(blocks)))}")
+    rounded = {fact.kind for fact in facts if fact.rounds_input}
+    if wanted.activations == "none" and rounded:
+        raise BuildError(f"--activations none: {where} has {rounded.pop()} activations")
+    if wanted.activations not in ("auto", "none") and wanted.activations not in rounded:
+        raise BuildError(f"--activations {wanted.activations}: {where} has none")
+    if wanted.kv_cache == "fp8" and checkpoint.kv_cache is None:
+        raise BuildError(f"--kv-cache fp8: {where} has no scales for one; quantize the original")
+    wanted = replace(wanted, precision=precision)
+    check_target(wanted)
+    return wanted
+
+
+def _recipe(options: BuildOptions, wanted: Wanted, resolved: Resolved) -> Recipe | None:
+    """How to quantize; None: not at all."""
+    cache_fp8 = resolved.numerics.cache == "fp8"
+    precision = str(wanted.precision)
+    if precision in FLOATS and not cache_fp8:
+        return None
+    if precision != "mixed" and options.effective_bits is not None:
+        raise BuildError(f"--effective-bits {options.effective_bits}: only with --precision mixed")
+    return Recipe(
+        precision="none" if precision in FLOATS else precision,
+        block_size=options.block_size or DEFAULT_BLOCK_SIZE,
+        algorithm=options.algorithm,
+        activations=resolved.activations is not None,
+        effective_bits=options.effective_bits,
+        wide=resolved.wide,
+        cache_fp8=cache_fp8,
     )
+
+
+def _quantize(
+    options: BuildOptions, checkpoint: Checkpoint, recipe: Recipe, scratch: Path, text: str | None, report: Report
+) -> Checkpoint:
+    step = f"Quantizing ({recipe})"
+    folder = options.save_checkpoint or scratch / "quantized"
+    quantize.quantize(checkpoint.folder, folder, recipe, text, lambda fraction: report(step, fraction))
     quantized = ModeloptCheckpoint(folder)
     quantized.source = replace(checkpoint.source, quantization=quantized.source.quantization)
     return quantized

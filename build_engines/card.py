@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from llm_runtime.manifest import EngineManifest, read_manifest
+from llm_runtime.manifest import EngineManifest, Plan, read_manifest
 
 
 def engine_card(folder: Path) -> Table:
@@ -24,6 +24,7 @@ def _rows(folder: Path, manifest: EngineManifest) -> list[tuple[str, str]]:
     model, precision, limits = manifest.model, manifest.precision, manifest.limits
     size = sum((folder / name).stat().st_size for name in manifest.files)
     weights = precision.weights + (f", blocks of {precision.block_size}" if precision.block_size else "")
+    weights += f", {precision.effective_bits:g} bits on average" if precision.effective_bits else ""
     weights += f" ({precision.algorithm})" if precision.algorithm else ""
     windows = sorted(set(model.layer_windows))
     attention = " and ".join(f"window {w}" if w else "full" for w in windows)
@@ -35,10 +36,10 @@ def _rows(folder: Path, manifest: EngineManifest) -> list[tuple[str, str]]:
             + (f" @ {source.revision}" if source.revision else "")
             + f" ({model.family}, from {source.format})",
         ),
-        ("Runs on", manifest.runtime),
+        ("Runs on", manifest.runtime + _hardware(manifest.plan)),
         ("Weights", weights),
         ("Head / embedding", f"{precision.lm_head} / {precision.embedding}"),
-        ("Activations / KV cache", f"{precision.activations} / {precision.kv_cache}"),
+        ("Activations", f"{precision.activations or 'not rounded'}, computed in {precision.compute}"),
         (
             "Decoder",
             f"{model.num_layers} layers of {model.hidden_size}, {model.num_heads} query and {model.num_kv_heads} kv heads of "
@@ -47,10 +48,23 @@ def _rows(folder: Path, manifest: EngineManifest) -> list[tuple[str, str]]:
         ("Attention", attention),
         ("Vocabulary", f"{model.vocab_size:,} tokens"),
         ("Context", f"{limits.max_context:,} tokens"),
-        ("KV cache", f"{manifest.page_bytes / limits.page_size / 1024:.1f} KiB a token, pages of {limits.page_size}"),
+        (
+            "KV cache",
+            f"{precision.kv_cache}, {manifest.page_bytes / limits.page_size / 1024:.1f} KiB a token, pages of {limits.page_size}",
+        ),
         ("Size on disk", f"{size / 2**20:,.0f} MiB"),
         ("Built with", ", ".join(f"{package} {version}" for package, version in manifest.builder.items())),
     ]
+    if plan := manifest.plan:
+        steps = f"{plan.decode.max_rows} sequences decode, {plan.prefill.max_tokens} tokens of {plan.prefill.max_rows} prefill"
+        rows.insert(2, ("Largest step", steps))
     if manifest.quality:
         rows.append(("Perplexity", f"{manifest.quality.perplexity:.2f} on {manifest.quality.text}"))
     return rows
+
+
+def _hardware(plan: Plan | None) -> str:
+    if plan is None:
+        return ""
+    capabilities = ", ".join(plan.compute_capabilities)
+    return f" {plan.tensorrt_version}, compute capability {capabilities}" + (f" ({plan.device})" if plan.device else "")

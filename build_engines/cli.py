@@ -1,21 +1,26 @@
-"""`python -m build_engines`: build an engine, or read one's card."""
+"""`python -m build_engines`: build engines, look at them, check them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from build_engines.build import DEMO, BuildOptions, build
+from build_engines.build import DEMO, BuildOptions, Report, build
 from build_engines.card import engine_card
+from build_engines.check import check_engine
 from build_engines.checkpoint.gguf import DEMO_TERMS
+from build_engines.compile import CompileOptions
 from build_engines.errors import BuildError
+from build_engines.targets import PRECISIONS, Wanted
 from llm_runtime.errors import EngineError
-from llm_runtime.manifest import check_files, read_manifest
+from llm_runtime.manifest import Runtime, check_files, read_manifest
 
 app = typer.Typer(
     help="Build quantized engines for the Triton model repository, and look at them.",
@@ -24,14 +29,13 @@ app = typer.Typer(
 )
 console = Console(stderr=True)
 
-
-class PrecisionName(str, Enum):
-    fp32 = "fp32"
-    int4 = "int4"
+PrecisionName = Enum("PrecisionName", {name: name for name in PRECISIONS}, type=str)  # type: ignore[misc]
 
 
 class TargetName(str, Enum):
     onnxruntime = "onnxruntime"
+    tensorrt = "tensorrt"
+    tensorrt_rtx = "tensorrt-rtx"
 
 
 class AlgorithmName(str, Enum):
@@ -39,59 +43,169 @@ class AlgorithmName(str, Enum):
     rtn = "rtn"
 
 
+class ComputeName(str, Enum):
+    auto = "auto"
+    fp32 = "fp32"
+    fp16 = "fp16"
+    bf16 = "bf16"
+
+
+class ActivationsName(str, Enum):
+    auto = "auto"
+    none = "none"
+    fp8 = "fp8"
+    int8 = "int8"
+    fp4 = "fp4"
+
+
+class CacheName(str, Enum):
+    auto = "auto"
+    fp32 = "fp32"
+    fp16 = "fp16"
+    bf16 = "bf16"
+    fp8 = "fp8"
+
+
 class HeadName(str, Enum):
     auto = "auto"
     fp32 = "fp32"
+    fp16 = "fp16"
+    bf16 = "bf16"
     int8 = "int8"
     int4 = "int4"
+
+
+WEIGHTS, TENSORRT = "Weights", "TensorRT"
 
 
 @app.command("build")
 def build_command(
     model: Annotated[str, typer.Option(help="Hugging Face hub id, local folder, GGUF file, or 'demo' (Gemma 3 270M).")],
     output: Annotated[Path, typer.Option(help="Engine folder to make; one that is already an engine is replaced.")],
-    precision: Annotated[PrecisionName, typer.Option(help="Of the decoder's linear layers.")] = PrecisionName.int4,
-    block_size: Annotated[int, typer.Option(help="INT4 weights that share one scale: 64 or 128.")] = 128,
-    algorithm: Annotated[AlgorithmName, typer.Option(help="How INT4 weights are found.")] = AlgorithmName.awq,
-    lm_head: Annotated[
-        HeadName, typer.Option(help="Precision of the output head; auto: int8 with int4 layers, else fp32.")
-    ] = HeadName.auto,
     target: Annotated[TargetName, typer.Option(help="What will run the engine.")] = TargetName.onnxruntime,
-    max_context: Annotated[int, typer.Option(help="Longest sequence in tokens; 0: the model's own.", min=0)] = 0,
-    page_size: Annotated[int, typer.Option(help="Tokens of one KV-cache page.", min=1, max=256)] = 16,
-    calibration: Annotated[
-        Path | None, typer.Option(help="Text file that AWQ looks at; default: a small built-in one.")
+    precision: Annotated[
+        PrecisionName | None,  # type: ignore[valid-type]
+        typer.Option(
+            help="Of the decoder's linear layers; int4: the weights only; mixed: each layer its own, see --effective-bits."
+            " Default: the checkpoint's own if it is quantized, else int4.",
+            rich_help_panel=WEIGHTS,
+        ),
     ] = None,
+    block_size: Annotated[
+        int | None, typer.Option(help="INT4 weights that share one scale: 64 or 128 (default).", rich_help_panel=WEIGHTS)
+    ] = None,
+    algorithm: Annotated[
+        AlgorithmName, typer.Option(help="How INT4 weights are found.", rich_help_panel=WEIGHTS)
+    ] = AlgorithmName.awq,
+    effective_bits: Annotated[
+        float | None,
+        typer.Option(help="Of mixed: bits a weight on average; each layer gets INT4 or 8 bits.", rich_help_panel=WEIGHTS),
+    ] = None,
+    activations: Annotated[
+        ActivationsName,
+        typer.Option(
+            help="What inputs of quantized layers are rounded to; auto: fp8 with fp8 weights, else none; int8 with int8 weights"
+            " is SmoothQuant.",
+            rich_help_panel=WEIGHTS,
+        ),
+    ] = ActivationsName.auto,
+    lm_head: Annotated[
+        HeadName,
+        typer.Option(
+            help="Precision of the output head; auto: int8 on onnxruntime with 4-bit layers, else not quantized.",
+            rich_help_panel=WEIGHTS,
+        ),
+    ] = HeadName.auto,
+    calibration: Annotated[
+        Path | None,
+        typer.Option(help="Text file on which activations are seen; default: a small built-in one.", rich_help_panel=WEIGHTS),
+    ] = None,
+    save_checkpoint: Annotated[
+        Path | None,
+        typer.Option(
+            help="New folder that keeps the quantized checkpoint, to build for other targets.", rich_help_panel=WEIGHTS
+        ),
+    ] = None,
+    max_context: Annotated[
+        int, typer.Option(help="Longest sequence in tokens; 0: the model's own, on TensorRT at most 8192.", min=0)
+    ] = 0,
+    page_size: Annotated[int, typer.Option(help="Tokens of one KV-cache page.", min=1, max=256)] = 16,
     revision: Annotated[str | None, typer.Option(help="Revision of a hub model.")] = None,
+    compute: Annotated[
+        ComputeName,
+        typer.Option(help="Type to calculate in; auto: fp16 (bf16 for Gemma 3).", rich_help_panel=TENSORRT),
+    ] = ComputeName.auto,
+    kv_cache: Annotated[
+        CacheName, typer.Option(help="Type of cached keys and values; auto: that of --compute.", rich_help_panel=TENSORRT)
+    ] = CacheName.auto,
+    compute_capability: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="GPU to build for, e.g. 8.9, with tensorrt-rtx on any machine; may be given several times. Default: the GPU at"
+            " hand.",
+            rich_help_panel=TENSORRT,
+        ),
+    ] = None,
+    max_batch: Annotated[
+        int, typer.Option(help="Most sequences of a decode step.", min=1, max=1024, rich_help_panel=TENSORRT)
+    ] = CompileOptions.max_batch,
+    max_step_tokens: Annotated[
+        int, typer.Option(help="Most prompt tokens of a prefill step.", min=1, max=65536, rich_help_panel=TENSORRT)
+    ] = CompileOptions.max_step_tokens,
+    max_prefill_rows: Annotated[
+        int, typer.Option(help="Most prompts of a prefill step.", min=1, max=256, rich_help_panel=TENSORRT)
+    ] = CompileOptions.max_prefill_rows,
+    optimization_level: Annotated[
+        int | None,
+        typer.Option(help="How long TensorRT searches, 0 to 5.", min=0, max=5, rich_help_panel=TENSORRT),
+    ] = None,
+    workspace_mb: Annotated[
+        int | None, typer.Option(help="Most MiB that one kernel may use beside its tensors.", min=1, rich_help_panel=TENSORRT)
+    ] = None,
+    timing_cache: Annotated[
+        Path | None,
+        typer.Option(help="File of kernel timings (tensorrt only): read if it exists, then written.", rich_help_panel=TENSORRT),
+    ] = None,
+    builder_log: Annotated[
+        Path | None, typer.Option(help="File for every message of the compiler.", rich_help_panel=TENSORRT)
+    ] = None,
 ) -> None:
     """Turn a checkpoint into an engine folder."""
-    head = lm_head.value if lm_head is not HeadName.auto else ("int8" if precision is PrecisionName.int4 else "fp32")
+    wanted = Wanted(
+        target=cast(Runtime, target.value),
+        precision=precision.value if precision else None,
+        compute=compute.value,
+        activations=activations.value,
+        kv_cache=kv_cache.value,
+        lm_head=lm_head.value,
+        capabilities=tuple(compute_capability or ()),
+    )
     options = BuildOptions(
         model=model,
-        revision=revision,
-        precision=precision.value,
+        wanted=wanted,
         block_size=block_size,
         algorithm=algorithm.value,
-        lm_head=head,
+        effective_bits=effective_bits,
         page_size=page_size,
         max_context=max_context or None,
         calibration=calibration,
+        revision=revision,
+        save_checkpoint=save_checkpoint,
+        compiler=CompileOptions(
+            capabilities=wanted.capabilities,
+            max_batch=max_batch,
+            max_step_tokens=max_step_tokens,
+            max_prefill_rows=max_prefill_rows,
+            optimization_level=optimization_level,
+            workspace_mb=workspace_mb,
+            timing_cache=timing_cache,
+            log=builder_log,
+        ),
     )
     if model == DEMO:
         console.print(DEMO_TERMS, soft_wrap=True)
-    columns = (TextColumn("{task.description:<28}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    try:
-        with Progress(*columns, console=console) as progress:
-            tasks: dict[str, int] = {}
-
-            def report(step: str, fraction: float) -> None:
-                if step not in tasks:
-                    tasks[step] = progress.add_task(step, total=1.0)
-                progress.update(tasks[step], completed=fraction)  # type: ignore[arg-type]
-
-            build(options, output, report)
-    except BuildError as error:
-        _fail(str(error))
+    with one_line_errors(), progress_bars() as report:
+        build(options, output, report)
     console.print(f"Built {output}")
     console.print(engine_card(output))
 
@@ -102,14 +216,40 @@ def inspect(
     verify: Annotated[bool, typer.Option(help="Compare every file with its checksum.")] = True,
 ) -> None:
     """Show what an engine is: a readable card."""
-    try:
+    with one_line_errors():
         if verify:
             check_files(folder, read_manifest(folder))
         Console().print(engine_card(folder))
-    except EngineError as error:
-        _fail(str(error))
 
 
-def _fail(message: str) -> None:
-    console.print(f"error: {message}", style="bold red", markup=False, highlight=False, soft_wrap=True)
-    raise typer.Exit(1)
+@app.command()
+def check(folder: Annotated[Path, typer.Argument(help="Engine folder.")]) -> None:
+    """Exit with 0 if an engine is whole and this machine can load it, else with 1 and the reason."""
+    with one_line_errors():
+        check_engine(folder)
+    console.print(f"{folder} can be loaded here", soft_wrap=True)
+
+
+@contextmanager
+def progress_bars() -> Iterator[Report]:
+    """A bar for each step that is reported."""
+    columns = (TextColumn("{task.description:<28}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as progress:
+        tasks: dict[str, int] = {}
+
+        def report(step: str, fraction: float) -> None:
+            if step not in tasks:
+                tasks[step] = progress.add_task(step, total=1.0)
+            progress.update(tasks[step], completed=fraction)  # type: ignore[arg-type]
+
+        yield report
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """What a user can put right is one line and exit status 1, not a traceback."""
+    try:
+        yield
+    except (BuildError, EngineError) as error:
+        console.print(f"error: {error}", style="bold red", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(1) from None

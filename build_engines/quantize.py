@@ -17,7 +17,7 @@ from typing import Any
 
 from build_engines import calibration
 from build_engines.checkpoint.hf import TOKENIZER_FILES, HfCheckpoint
-from build_engines.checkpoint.types import FP4_BLOCK, DecoderConfig, linear_names, linear_shape
+from build_engines.checkpoint.types import FP4_BLOCK, DecoderConfig, bits_per_weight, linear_names, linear_shape
 from build_engines.errors import BuildError
 from build_engines.rounding import round_layers
 
@@ -61,8 +61,8 @@ class Recipe:
 
     precision: "int4", "int8", "fp8", "fp4" (NVFP4), "mixed", or "none" where only `cache_fp8` is wanted. block_size, algorithm
     ("awq" or "rtn"): of INT4. activations: whether inputs are rounded as well (INT8: SmoothQuant, arXiv 2211.10438; FP8:
-    always). effective_bits, wide: mixed chooses for each layer between INT4 and `wide` ("int8" or "fp8") so that weights take so
-    many bits on average. cache_fp8: find scales for FP8 keys and values.
+    always). effective_bits, wide: mixed chooses for each layer between INT4 and `wide` ("int8" or "fp8") so that weights take
+    so many bits on average. cache_fp8: find scales for FP8 keys and values.
     """
 
     precision: str
@@ -104,17 +104,14 @@ def check_recipe(config: DecoderConfig, recipe: Recipe) -> None:
             if num_in % FP4_BLOCK:
                 raise BuildError(f"{name} has {num_in} inputs, which NVFP4's blocks of {FP4_BLOCK} do not divide")
     if recipe.precision == "mixed":
-        low, high = effective_bits("int4", recipe.block_size), effective_bits(recipe.wide, 0)
-        if recipe.effective_bits is None or not low <= recipe.effective_bits <= high:
+        low, high = bits_per_weight("int4", recipe.block_size), bits_per_weight(recipe.wide, None)
+        if recipe.effective_bits is None:
+            raise BuildError(f"--precision mixed needs --effective-bits, a number between {low:g} and {high:g}")
+        if not low <= recipe.effective_bits <= high:
             raise BuildError(
-                f"--effective-bits {recipe.effective_bits}: INT4 in blocks of {recipe.block_size} takes {low:g} bits a weight and"
-                f" {recipe.wide.upper()} {high:g}; choose a number between them"
+                f"--effective-bits {recipe.effective_bits}: INT4 in blocks of {recipe.block_size} takes {low:g} bits a weight"
+                f" and {recipe.wide.upper()} {high:g}; choose a number between them"
             )
-
-
-def effective_bits(precision: str, block_size: int) -> float:
-    """Bits a weight with its share of a 16-bit scale."""
-    return 4 + 16 / block_size if precision == "int4" else 8.0
 
 
 def quantize(
@@ -195,7 +192,7 @@ def simulate(model: Any, recipe: Recipe, windows: Any, progress: Progress = lamb
             with _layer_progress(model, num_passes, report):
                 mtq.quantize(model, _preset(recipe), lambda m: m.model(few, use_cache=False))
         _share_scales(model)
-        if recipe.is_awq:
+        if recipe.is_awq and batch is not None:
             round_layers(model, batch, GROUPS, lambda fraction: progress(search_part + rounding_part * fraction))
     progress(1.0)
 
@@ -208,8 +205,8 @@ def choose_by_layer(model: Any, recipe: Recipe, batch: Any, progress: Progress) 
 
     wide = replace(recipe, precision=recipe.wide, activations=False)
     formats = [
-        _preset(replace(recipe, precision="int4")) | {"effective_bits": effective_bits("int4", recipe.block_size)},
-        _preset(wide) | {"effective_bits": effective_bits(recipe.wide, 0)},
+        _preset(replace(recipe, precision="int4")) | {"effective_bits": bits_per_weight("int4", recipe.block_size)},
+        _preset(wide) | {"effective_bits": bits_per_weight(recipe.wide, None)},
     ]
     few = _few(batch)
 
@@ -221,7 +218,7 @@ def choose_by_layer(model: Any, recipe: Recipe, batch: Any, progress: Progress) 
     with _layer_progress(model, num_passes, progress):
         mtq.auto_quantize(
             model,
-            constraints={"effective_bits": recipe.effective_bits},
+            constraints={"effective_bits": recipe.effective_bits, "cost": {"excluded_module_name_patterns": ["*lm_head*"]}},
             quantization_formats=formats,
             data_loader=[ids[None] for ids in few],
             forward_step=lambda m, ids: m(ids, use_cache=False),
@@ -247,6 +244,7 @@ def export(model: Any, folder: Path) -> None:
 @contextlib.contextmanager
 def quiet_libraries() -> Iterator[None]:
     """Keeps what transformers and modelopt print, log and draw off the terminal; errors still raise."""
+    from modelopt.torch.quantization import algorithms
     from transformers.utils import logging
 
     verbosity, had_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -254,12 +252,14 @@ def quiet_libraries() -> Iterator[None]:
     logging.disable_progress_bar()
     modelopt = getLogger("modelopt")
     level = modelopt.level
+    bars, algorithms.tqdm = algorithms.tqdm, lambda items, **_: items
     modelopt.setLevel(ERROR)
     try:
         with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
+        algorithms.tqdm = bars
         modelopt.setLevel(level)
         logging.set_verbosity(verbosity)
         if had_bars:
@@ -301,8 +301,8 @@ def _few(batch: Any) -> Any:
 
 @contextlib.contextmanager
 def _layer_progress(model: Any, num_passes: int, progress: Progress) -> Iterator[None]:
-    """Reports progress layer by layer over so many passes through the decoder; AWQ's search tries every alpha in its second one,
-    so passes differ in length: the first two count once, or as much as the trials in them."""
+    """Reports progress layer by layer over so many passes through the decoder. AWQ's search tries every alpha in its second
+    one, which therefore counts as much as all passes but the first."""
     num_layers = len(model.model.layers)
     total = num_layers * num_passes
     calls = 0

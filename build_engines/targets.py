@@ -30,7 +30,7 @@ GENERATIONS = {
     "12.0": "Blackwell (RTX)",
     "12.1": "Blackwell (GB10)",
 }
-# tensorrt-rtx 1.7 builds ahead of time for these.
+# tensorrt-rtx 1.7 builds ahead of time for these; for a GPU at hand it decides itself whether it can.
 RTX_CAPABILITIES = ("7.5", "8.0", "8.6", "8.9", "12.0", "12.1")
 HEADS = {
     "onnxruntime": ("fp32", "fp16", "bf16", "int8", "int4"),
@@ -46,7 +46,7 @@ class Wanted:
     """What the user asked for; "auto" where the target and the model are to decide."""
 
     target: Runtime = "onnxruntime"
-    precision: str = "int4"
+    precision: str | None = None  # None: for the checkpoint to decide
     compute: str = "auto"
     activations: str = "auto"
     kv_cache: str = "auto"
@@ -66,31 +66,26 @@ class Resolved:
 
 def check_target(wanted: Wanted) -> None:
     """Raises BuildError, before a model is opened, for what the target cannot run whatever the model is."""
-    target, precision = wanted.target, wanted.precision
-    if target == "onnxruntime":
+    if wanted.target == "onnxruntime":
         _refuse_on_cpu(wanted)
         return
     for capability in wanted.capabilities:
         if capability not in GENERATIONS:
             raise BuildError(f"--compute-capability {capability} is unknown; known are {', '.join(GENERATIONS)}")
-        if target == "tensorrt-rtx" and capability not in RTX_CAPABILITIES:
-            raise BuildError(
-                f"--compute-capability {capability}: tensorrt-rtx builds for {', '.join(RTX_CAPABILITIES)}; use --target tensorrt"
-                " on the GPU itself"
-            )
         for option, kind in _types(wanted):
             if not can_run(kind, capability):
                 raise BuildError(
                     f"{option} {kind}: not on compute capability {capability} ({GENERATIONS[capability]}), which can run"
                     f" {', '.join(name for name in SINCE if can_run(name, capability))}"
                 )
-    if wanted.activations not in ("auto", "none", *_allowed_activations(precision)):
-        allowed = ", ".join(("none", *_allowed_activations(precision))) if precision != "fp8" else "fp8"
-        raise BuildError(f"--activations {wanted.activations}: with --precision {precision}, allowed: {allowed}")
+    _check_activations(wanted)
 
 
 def resolve(wanted: Wanted, family: str) -> Resolved:
-    """Decides what was left to the target and the model. Raises BuildError where the model needs what the target has not."""
+    """Decides what was left to the target and the model; `wanted.precision` is known by now.
+
+    Raises BuildError where the model needs what the target has not.
+    """
     compute = _compute(wanted, family)
     floats = wanted.precision if wanted.target == "onnxruntime" and wanted.precision in FLOATS else compute
     cache = compute if wanted.kv_cache == "auto" else wanted.kv_cache
@@ -121,18 +116,27 @@ def _refuse_on_cpu(wanted: Wanted) -> None:
         raise BuildError(f"--kv-cache {wanted.kv_cache}: --target onnxruntime keeps fp32; fp8 needs --target tensorrt(-rtx)")
     if wanted.capabilities:
         raise BuildError("--compute-capability is of GPUs; --target onnxruntime runs on a CPU")
-    allowed = ("none", *(kind for kind in _allowed_activations(wanted.precision) if kind != "fp4"))
-    if wanted.activations not in ("auto", *allowed):
-        hint = "; ONNX Runtime has no FP4" if wanted.activations == "fp4" else ""
+    _check_activations(wanted)
+
+
+def _check_activations(wanted: Wanted) -> None:
+    if wanted.activations == "auto" or wanted.precision is None:
+        return
+    allowed = ["none", wanted.precision] if wanted.precision in ("int8", "fp4") else ["none"]
+    if wanted.precision == "fp8":  # E4M3 weights come with E4M3 activations
+        allowed = ["fp8"]
+    if wanted.precision == "fp4" and wanted.target == "onnxruntime":  # which has no FP4
+        allowed = ["none"]
+    if wanted.activations not in allowed:
         raise BuildError(
-            f"--activations {wanted.activations}: with --precision {wanted.precision} and --target onnxruntime, allowed:"
-            f" {', '.join(allowed)}{hint}"
+            f"--activations {wanted.activations}: with --precision {wanted.precision} and --target {wanted.target}, allowed:"
+            f" {', '.join(allowed)}"
         )
 
 
 def _types(wanted: Wanted) -> list[tuple[str, str]]:
     """Every type that the user's choices put into the plan, with the option it came from."""
-    types = [("--precision", "int4" if wanted.precision == "mixed" else wanted.precision)]
+    types = [("--precision", "int4" if wanted.precision == "mixed" else wanted.precision)] if wanted.precision else []
     for option, value in (
         ("--compute", wanted.compute),
         ("--activations", wanted.activations),
@@ -143,13 +147,8 @@ def _types(wanted: Wanted) -> list[tuple[str, str]]:
     return types
 
 
-def _allowed_activations(precision: str) -> tuple[str, ...]:
-    """Weights-only precisions (INT4, floats) have none."""
-    return (precision,) if precision in ("fp8", "int8", "fp4") else ()
-
-
 def _activations(wanted: Wanted) -> Activations | None:
-    if wanted.precision == "fp8" and wanted.activations != "none":
+    if wanted.precision == "fp8":
         return "fp8"
     return None if wanted.activations in ("auto", "none") else cast(Activations, wanted.activations)
 
@@ -182,7 +181,7 @@ def _head(wanted: Wanted, numerics: Numerics) -> str:
         raise BuildError(f"--lm-head {wanted.lm_head}: {wanted.target} runs {', '.join(HEADS[wanted.target])}")
     if wanted.lm_head in FLOATS and wanted.lm_head != numerics.floats:
         raise BuildError(
-            f"--lm-head {wanted.lm_head}: this engine keeps weights that are not quantized in {numerics.floats}; use that, int8 or"
-            " int4"
+            f"--lm-head {wanted.lm_head}: this engine keeps weights that are not quantized in {numerics.floats}; use that, int8"
+            " or int4"
         )
     return wanted.lm_head

@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from build_engines.build import BuildOptions, build
-from build_engines.checkpoint.types import Int4Weights, linear_names, tensor_shapes
+from build_engines.checkpoint.types import FloatWeights, Fp4Weights, Int8Weights, QuantizedWeights, linear_names, tensor_shapes
+from build_engines.targets import Wanted
 from llm_runtime.executors.base import Row
 from llm_runtime.executors.ort import OrtExecutor, OrtOptions
 from llm_runtime.manifest import read_manifest
@@ -38,14 +39,15 @@ class EngineShelf:
         algorithm: str = "rtn",
         lm_head: str = "fp32",
         max_context: int = 1024,
+        activations: str = "auto",
     ) -> Path:
-        folder = self._root / f"{family}-{precision}-{block_size}-{algorithm}-{lm_head}-{max_context}"
+        folder = self._root / f"{family}-{precision}-{block_size}-{algorithm}-{lm_head}-{max_context}-{activations}"
         options = BuildOptions(
             model=str(self.checkpoint(family, max_context)),
-            precision=precision,
+            wanted=Wanted(precision=precision, lm_head=lm_head, activations=activations),
             block_size=block_size,
             algorithm=algorithm,
-            lm_head=lm_head,
+            effective_bits=5.0 if precision == "mixed" else None,
             page_size=PAGE_SIZE,
         )
         build(options, folder, lambda step, fraction: None)
@@ -67,22 +69,35 @@ def reference_model(checkpoint: Path) -> Any:
 
 
 def dequantized_model(checkpoint: Path, quantized: Any) -> Any:
-    """The transformers model with the weights that the INT4 layers of `quantized` (a Checkpoint) stand for, and its norms."""
+    """The transformers model with the weights that the layers of `quantized` (a Checkpoint) stand for, and its norms; inputs scaled
+    and rounded as its layers say (those of FP4 are not rounded)."""
     import torch
 
     model = reference_model(checkpoint)
     config = quantized.config
     with torch.no_grad():
         for name in linear_names(config):
-            weights = quantized.linear(name)
-            assert isinstance(weights, Int4Weights)
-            values = weights.values.astype(np.float32) * np.repeat(weights.scales, weights.block_size, axis=1)
-            if weights.pre_quant_scale is not None:
-                values = values * weights.pre_quant_scale
-            model.get_submodule(name).weight.copy_(torch.from_numpy(values))
+            weights, module = quantized.linear(name), model.get_submodule(name)
+            module.weight.copy_(torch.from_numpy(weights.dequantize()))
+            if not isinstance(weights, FloatWeights):
+                module.register_forward_pre_hook(lambda _, args, weights=weights: (_as_seen(weights, args[0]),))
         for name in tensor_shapes(config):  # AWQ's scales may have gone into the norms
             model.get_parameter(name).copy_(torch.from_numpy(np.array(quantized.tensor(name))))
     return model
+
+
+def _as_seen(weights: QuantizedWeights, x: Any) -> Any:
+    """What a quantized layer multiplies by its weights."""
+    import torch
+
+    if weights.pre_quant_scale is not None:
+        x = x * torch.from_numpy(weights.pre_quant_scale)
+    scale = getattr(weights, "input_scale", None)
+    if scale is None or isinstance(weights, Fp4Weights):
+        return x
+    if isinstance(weights, Int8Weights):
+        return (x / scale).round().clamp(-128, 127) * scale
+    return (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
 
 
 def reference_logprobs(model: Any, ids: list[int]) -> NDArray[np.float32]:

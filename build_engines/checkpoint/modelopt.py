@@ -106,14 +106,15 @@ class ModeloptCheckpoint(HfCheckpoint):
         path = self.folder / "hf_quant_config.json"
         quantization = read_json(path).get("quantization", {})
         algorithm = quantization.get("quant_algo")
-        if algorithm not in _ALGORITHMS:
-            raise BuildError(f"{path}: quant_algo {algorithm!r} is not supported; supported are {', '.join(_ALGORITHMS)}")
         self.kv_cache = quantization.get("kv_cache_quant_algo")
+        if algorithm not in _ALGORITHMS and not (algorithm is None and self.kv_cache):
+            raise BuildError(f"{path}: quant_algo {algorithm!r} is not supported; supported are {', '.join(_ALGORITHMS)}")
         if self.kv_cache not in (None, "FP8"):
             raise BuildError(f"{path}: kv_cache_quant_algo {self.kv_cache!r} is not supported; supported is FP8")
         if quantization.get("has_zero_point"):
             raise BuildError(f"{path}: zero points are not supported, only symmetric weights")
-        self.precision = _ALGORITHMS[algorithm]
+        # With an FP8 cache alone no layer is quantized.
+        self.precision = _ALGORITHMS.get(algorithm)
         self._quantization = self.precision
         if self.precision == "int4":
             is_awq = any(f"{name}.pre_quant_scale" in self._files for name in linear_names(self.config))
@@ -186,13 +187,15 @@ class ModeloptCheckpoint(HfCheckpoint):
             block = num_in // scale[1] if len(scale) == 2 and scale[1] else 0
             if num_out % 2 or not block or num_in % block:
                 raise BuildError(
-                    f"{self.folder}: {name} is [{num_out}, {num_in}] with scales {list(scale)}; packed INT4 needs an even number"
-                    " of rows, and blocks that divide a row"
+                    f"{self.folder}: {name} is [{num_out}, {num_in}] with scales {list(scale)}; packed INT4 needs an even"
+                    " number of rows, and blocks that divide a row"
                 )
             tensors = {f"{name}.weight": (num_out // 2, num_in), f"{name}.weight_scale": (num_out, num_in // block)}
         elif kind == "nvfp4":
             if num_in % FP4_BLOCK:
-                raise BuildError(f"{self.folder}: {name} has {num_in} inputs, which NVFP4's blocks of {FP4_BLOCK} do not divide")
+                raise BuildError(
+                    f"{self.folder}: {name} has {num_in} inputs, which NVFP4's blocks of {FP4_BLOCK} do not divide"
+                )
             tensors = {f"{name}.weight": (num_out, num_in // 2), f"{name}.weight_scale": (num_out, num_in // FP4_BLOCK)}
             tensors[f"{name}.weight_scale_2"] = ()
         else:

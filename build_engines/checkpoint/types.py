@@ -160,8 +160,39 @@ def _expand(values: np.ndarray, scales: np.ndarray, block_size: int) -> np.ndarr
     return values.astype(np.float32) * np.repeat(scales, block_size, axis=1)
 
 
+def bits_per_weight(kind: str, block_size: int | None) -> float:
+    """Of "int4", "int8", "fp8" or "fp4" weights, with their share of the scales as checkpoints have them: 16 bits for each
+    block of INT4, 8 for each of FP4; those of a row or a matrix count nothing."""
+    if kind == "int4":
+        return 4 + 16 / (block_size or 1)
+    return 4 + 8 / FP4_BLOCK if kind == "fp4" else 8.0
+
+
+@dataclass(frozen=True)
+class LinearFacts:
+    """What an engine's card says of one linear layer."""
+
+    kind: str  # "float", "int4", "int8", "fp8" or "fp4"
+    num_weights: int
+    block_size: int | None = None  # of INT4
+    rounds_input: bool = False
+
+    @property
+    def bits(self) -> float:
+        """A weight; 16 where it is not quantized."""
+        return 16.0 if self.kind == "float" else bits_per_weight(self.kind, self.block_size)
+
+
 QuantizedWeights = Int4Weights | Int8Weights | Fp8Weights | Fp4Weights
 LinearWeights = FloatWeights | QuantizedWeights
+
+
+def linear_facts(weights: LinearWeights) -> LinearFacts:
+    if isinstance(weights, FloatWeights):
+        return LinearFacts("float", weights.weight.size)
+    kind = {Int4Weights: "int4", Int8Weights: "int8", Fp8Weights: "fp8", Fp4Weights: "fp4"}[type(weights)]
+    block_size = weights.block_size if isinstance(weights, Int4Weights) else None
+    return LinearFacts(kind, weights.values.size, block_size, getattr(weights, "input_scale", None) is not None)
 
 
 @dataclass(frozen=True)
@@ -202,7 +233,7 @@ class Checkpoint(Protocol):
         ...
 
     def cache_scales(self, layer: int) -> tuple[float, float] | None:
-        """What keys and values of this layer are divided by before they are rounded to FP8; None where it was not calibrated."""
+        """What keys and values of this layer are divided by before they are rounded to FP8; None: not calibrated."""
         ...
 
     def tensor(self, name: str) -> np.ndarray:

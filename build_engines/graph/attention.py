@@ -25,7 +25,7 @@ class Attention(Protocol):
 
 
 class Cache:
-    """How keys and values are kept in pages: as they are, or as FP8 E4M3 with one scale for a layer's keys and one for its values.
+    """How keys and values are kept in pages: as they are, or as FP8 E4M3 with one scale for a layer's keys, one for its values.
 
     A step's own keys and values are read back from what is kept too, so that no result depends on how a prompt was cut.
     """

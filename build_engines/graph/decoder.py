@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from build_engines.checkpoint.types import Checkpoint, Int8Weights, LinearWeights, tensor_shapes
+from build_engines.checkpoint.types import Checkpoint, Int8Weights, LinearFacts, LinearWeights, linear_facts, tensor_shapes
 from build_engines.graph.attention import Attention, Cache, FusedAttention, StandardAttention
 from build_engines.graph.io import FLOAT, GraphInputs, declare_inputs
 from build_engines.graph.layers import Rotary, gated_mlp, head_norm, make_rotary, rms_norm
@@ -36,11 +36,32 @@ class Decoder:
         """`head` may be a `FloatLinear` named `EMBEDDING`: a tied table, stored once."""
         self.config = checkpoint.config
         self.numerics = numerics
-        self.layers = [_load_layer(checkpoint, index, numerics) for index in range(self.config.num_layers)]
+        self.linear_facts: list[LinearFacts] = []  # of each linear but the head, as the checkpoint has it
+        self.layers = [self._load_layer(checkpoint, index) for index in range(self.config.num_layers)]
         self.head = head
         self._cache_scales = [checkpoint.cache_scales(index) for index in range(self.config.num_layers)]
         self._embedding_block = embedding.block_size if isinstance(embedding, Int8Weights) else 0
         self._tensors = _embedding_tensors(embedding, numerics) | _norm_tensors(checkpoint)
+
+    def _load_layer(self, checkpoint: Checkpoint, index: int) -> Layer:
+        prefix, numerics = f"model.layers.{index}", self.numerics
+        attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+
+        def load(name: str) -> LinearWeights:
+            weights = checkpoint.linear(name)
+            self.linear_facts.append(linear_facts(weights))
+            return weights
+
+        def parts(parent: str, *names: str) -> list[tuple[str, LinearWeights]]:
+            return [(name, load(f"{parent}.{name}")) for name in names]
+
+        return Layer(
+            prefix=prefix,
+            qkv=make_fused_linear(attention, parts(attention, "q_proj", "k_proj", "v_proj"), numerics),
+            output=make_linear(f"{attention}.o_proj", load(f"{attention}.o_proj"), numerics),
+            gate_up=make_fused_linear(mlp, parts(mlp, "gate_proj", "up_proj"), numerics),
+            down=make_linear(f"{mlp}.down_proj", load(f"{mlp}.down_proj"), numerics),
+        )
 
     def tensors(self) -> dict[str, ir.TensorProtocol]:
         """Every weight by its name in the graph."""
@@ -69,7 +90,12 @@ class Decoder:
         return b.finish(
             [
                 ("logits", logits, FLOAT, ("L", config.vocab_size)),
-                ("new_keys_values", new_keys_values, page_type, (config.num_layers, 2, "T", config.num_kv_heads, config.head_dim)),
+                (
+                    "new_keys_values",
+                    new_keys_values,
+                    page_type,
+                    (config.num_layers, 2, "T", config.num_kv_heads, config.head_dim),
+                ),
             ],
             name,
         )
@@ -126,22 +152,6 @@ class Decoder:
         if config.post_norms:
             mlp = rms_norm(b, mlp, f"{layer.prefix}.post_feedforward_layernorm.weight", eps)
         return b.op("Add", hidden, mlp), key, value
-
-
-def _load_layer(checkpoint: Checkpoint, index: int, numerics: Numerics) -> Layer:
-    prefix = f"model.layers.{index}"
-    attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
-
-    def parts(parent: str, *names: str) -> list[tuple[str, LinearWeights]]:
-        return [(name, checkpoint.linear(f"{parent}.{name}")) for name in names]
-
-    return Layer(
-        prefix=prefix,
-        qkv=make_fused_linear(attention, parts(attention, "q_proj", "k_proj", "v_proj"), numerics),
-        output=make_linear(f"{attention}.o_proj", checkpoint.linear(f"{attention}.o_proj"), numerics),
-        gate_up=make_fused_linear(mlp, parts(mlp, "gate_proj", "up_proj"), numerics),
-        down=make_linear(f"{mlp}.down_proj", checkpoint.linear(f"{mlp}.down_proj"), numerics),
-    )
 
 
 def _norm_tensors(checkpoint: Checkpoint) -> dict[str, ir.TensorProtocol]:

@@ -1,6 +1,6 @@
 """The graph's inputs and outputs, in one table (docs/architecture.md says what each means).
 
-T tokens of all rows on one axis, B rows, P pages a row, L rows of logits, M tokens of the longest row.
+T tokens of all rows, B rows, P pages a row, L rows of logits, M tokens of the longest row, N pages of the pool.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ COMMON_INPUTS: tuple[tuple[str, ir.DataType, tuple[int | str, ...]], ...] = (
 )
 FUSED_INPUTS = (("row_starts", INT32, ("B_plus_1",)),)
 STANDARD_INPUTS = (("row_tokens", INT64, ("B", "M")), ("token_slots", INT64, ("T",)))
+PAGE_AXES = ("N", "page_size", "kv_heads", "head_dim")
 
 
 @dataclass(frozen=True)
@@ -47,3 +48,10 @@ def declare_inputs(
         for i in range(num_layers)
     ]
     return GraphInputs(named, [key for key, _ in pages], [value for _, value in pages])
+
+
+def input_axes(name: str) -> tuple[int | str, ...]:
+    """Names of the axes of an input of the standard graph. Raises KeyError for another name."""
+    if name.startswith(("key_pages.", "value_pages.")):
+        return PAGE_AXES
+    return {known: axes for known, _, axes in COMMON_INPUTS + STANDARD_INPUTS}[name]

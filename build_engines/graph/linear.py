@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import ml_dtypes
 import numpy as np
@@ -220,8 +220,10 @@ def make_linear(name: str, weights: LinearWeights, numerics: Numerics) -> Linear
     if isinstance(weights, Int4Weights):
         return BlockQuantizedLinear(name, weights, numerics)
     if isinstance(weights, Fp4Weights):
-        return Fp4Linear(name, weights, numerics) if numerics.is_tensorrt else BlockQuantizedLinear(
-            name, _fp4_as_int8(weights), numerics
+        return (
+            Fp4Linear(name, weights, numerics)
+            if numerics.is_tensorrt
+            else BlockQuantizedLinear(name, _fp4_as_int8(weights), numerics)
         )
     if isinstance(weights, Int8Weights) and weights.block_size < weights.values.shape[1]:
         return BlockQuantizedLinear(name, weights, numerics)
@@ -255,7 +257,8 @@ def stack(parts: Sequence[LinearWeights]) -> LinearWeights | None:
     fields = ("values", "block_scales", "global_scale") if isinstance(first, Fp4Weights) else ("values", "scales")
     if isinstance(first, Fp4Weights) and len(np.unique(_stacked(parts, "global_scale"))) > 1:
         return None  # the graph has one global scale a matrix
-    return replace(first, bias=bias, **{field: _stacked(parts, field) for field in fields})
+    changes: dict[str, Any] = {field: _stacked(parts, field) for field in fields}
+    return replace(first, bias=bias, **changes)
 
 
 def quantized_and_back(b: GraphBuilder, x: ir.Value, scale: ir.Value, zero_type: type[np.generic]) -> ir.Value:

@@ -53,7 +53,7 @@ class Precision(_Strict):
     activations: Literal["fp8", "int8", "fp4"] | None = None  # what inputs of quantized layers are rounded to; None: nothing
     compute: FloatName = "fp32"  # all other arithmetic, and what weights become when they are used
     kv_cache: CacheName = "fp32"
-    lm_head: Literal["fp32", "fp16", "bf16", "fp8", "int8", "int4"]
+    lm_head: Literal["fp32", "fp16", "bf16", "fp8", "int8", "int4", "fp4"]
     embedding: Literal["fp32", "fp16", "bf16", "int8"]
 
 
