@@ -50,7 +50,8 @@ def _rows(folder: Path, manifest: EngineManifest) -> list[tuple[str, str]]:
         ("Context", f"{limits.max_context:,} tokens"),
         (
             "KV cache",
-            f"{precision.kv_cache}, {manifest.page_bytes / limits.page_size / 1024:.1f} KiB a token, pages of {limits.page_size}",
+            f"{precision.kv_cache}, {manifest.page_bytes / limits.page_size / 1024:.1f} KiB a token,"
+            f" pages of {limits.page_size}",
         ),
         ("Size on disk", f"{size / 2**20:,.0f} MiB"),
         ("Built with", ", ".join(f"{package} {version}" for package, version in manifest.builder.items())),

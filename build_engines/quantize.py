@@ -244,8 +244,11 @@ def export(model: Any, folder: Path) -> None:
 @contextlib.contextmanager
 def quiet_libraries() -> Iterator[None]:
     """Keeps what transformers and modelopt print, log and draw off the terminal; errors still raise."""
-    from modelopt.torch.quantization import algorithms
     from transformers.utils import logging
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from modelopt.torch.quantization import algorithms
 
     verbosity, had_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()

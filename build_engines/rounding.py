@@ -31,8 +31,8 @@ def round_layers(
 
     batch: int64 [n, tokens], run through the model once; each layer sees what the rounded ones before it give. groups: names,
     within a decoder layer, of all linears; those of one group share their input, with its scale, and their precision.
-    Afterwards weights are whole multiples of their scales, which the quantizers hold, so that modelopt's own rounding leaves them as they
-    are.
+    Afterwards weights are whole multiples of their scales, which the quantizers hold, so that modelopt's own rounding
+    leaves them as they are.
     """
     import torch
 

@@ -69,8 +69,8 @@ def reference_model(checkpoint: Path) -> Any:
 
 
 def dequantized_model(checkpoint: Path, quantized: Any) -> Any:
-    """The transformers model with the weights that the layers of `quantized` (a Checkpoint) stand for, and its norms; inputs scaled
-    and rounded as its layers say (those of FP4 are not rounded)."""
+    """The transformers model with the weights that the layers of `quantized` (a Checkpoint) stand for, and its norms; inputs
+    are scaled and rounded as its layers say (those of FP4 are not rounded)."""
     import torch
 
     model = reference_model(checkpoint)

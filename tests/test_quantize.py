@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from build_engines import calibration, quantize
-from build_engines.checkpoint import FloatWeights, Int4Weights, linear_names
+from build_engines.checkpoint import FloatWeights, Fp4Weights, Int4Weights, linear_names
 from build_engines.checkpoint.hf import HfCheckpoint
 from build_engines.checkpoint.modelopt import ModeloptCheckpoint, is_modelopt_folder, pack_int4, unpack_int4
 from build_engines.checkpoint.types import linear_facts
@@ -70,8 +70,6 @@ RECIPES = {
     "int8": Recipe("int8"),
     "int8_sq": Recipe("int8", activations=True),
     "fp8": Recipe("fp8"),
-    "nvfp4": Recipe("fp4", activations=True),
-    "nvfp4_weight_only": Recipe("fp4"),
     "mixed": Recipe("mixed", 64, effective_bits=6.0),
 }
 
@@ -97,16 +95,35 @@ def test_the_export_is_what_was_simulated(tmp_path: Path, family: str, name: str
     assert checkpoint.source.quantization == name
     for layer, weight in expected.items():
         actual = torch.from_numpy(checkpoint.linear(layer).dequantize())
-        torch.testing.assert_close(actual, weight.float(), rtol=1e-6, atol=1e-7)
+        differs = (actual - weight).abs() > 1e-6 * weight.abs() + 1e-7
+        # A weight halfway between two steps may go either way: the exporter divides by a scale, the simulation multiplies.
+        assert differs.float().mean() < (0 if name.startswith("int4") else 1e-3) + 1e-9, layer
     assert isinstance(checkpoint.linear("lm_head"), FloatWeights)
-    if name == "nvfp4":
-        return  # the reference does not round inputs to FP4
     with torch.no_grad():
         logits = dequantized_model(original, checkpoint)(IDS).logits
     if recipe.activations or recipe.precision == "fp8":  # a last bit may decide how an input is rounded
         assert (logits - expected_logits).abs().mean() < 0.05
     else:
         torch.testing.assert_close(logits, expected_logits, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("activations", [False, True])
+def test_nvfp4_is_the_nearest_of_its_grid(llama: Path, tmp_path: Path, activations: bool) -> None:
+    """Its simulation needs a GPU, so that the export is held against the format's own arithmetic."""
+    quantize.quantize(llama, tmp_path / "out", Recipe("fp4", activations=activations), TEXT)
+    original, checkpoint = HfCheckpoint(llama), ModeloptCheckpoint(tmp_path / "out")
+    assert checkpoint.source.quantization == ("nvfp4" if activations else "nvfp4_weight_only")
+    grid = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    grid = np.concatenate([-grid[:0:-1], grid])
+    for name in linear_names(original.config):
+        weights, wanted = checkpoint.linear(name), original.linear(name).weight  # type: ignore[union-attr]
+        assert isinstance(weights, Fp4Weights)
+        assert (weights.input_scale is not None) == activations
+        scales = np.repeat(weights.scales, 16, axis=1)
+        nearest = np.abs(wanted[..., None] / scales[..., None] - grid).min(axis=-1) * scales
+        np.testing.assert_allclose(np.abs(weights.dequantize() - wanted), nearest, rtol=1e-3, atol=1e-5 * np.abs(wanted).max())
+        ideal = np.abs(wanted.reshape(len(wanted), -1, 16)).max(axis=2) / 6
+        np.testing.assert_allclose(weights.scales, ideal, rtol=1 / 15)  # E4M3 has steps of an eighth
 
 
 def test_a_mixture_takes_the_bits_it_was_given_and_spends_them(llama: Path, tmp_path: Path) -> None:
@@ -312,10 +329,7 @@ class TestRefusals:
         ("bits", "words"),
         [
             (None, "--precision mixed needs --effective-bits, a number between 4.125 and 8"),
-            (
-                4.0,
-                "--effective-bits 4.0: INT4 in blocks of 128 takes 4.125 bits a weight and INT8 8; choose a number between them",
-            ),
+            (4.0, "--effective-bits 4.0: INT4 in blocks of 128 takes 4.125 bits a weight and INT8 8; choose a number between"),
             (9.0, "--effective-bits 9.0: INT4 in blocks"),
         ],
     )
@@ -344,11 +358,11 @@ class TestFp8Scales:
         ],
         ids=["zeros", "a row of zeros", "an outlier", "tiny"],
     )
-    @pytest.mark.parametrize("recipe", ["fp8", "int8", "int8_sq", "nvfp4_weight_only"])
+    @pytest.mark.parametrize("recipe", ["fp8", "int8", "int8_sq", "fp4"])
     def test_strange_weights(self, llama: Path, tmp_path: Path, edit: Any, recipe: str) -> None:
         folder = shutil.copytree(llama, tmp_path / "model")
         _edit(folder, lambda tensors: edit(tensors[f"{self.LAYER}.weight"]))
-        quantize.quantize(folder, tmp_path / "out", RECIPES[recipe], TEXT)
+        quantize.quantize(folder, tmp_path / "out", RECIPES.get(recipe, Recipe("fp4")), TEXT)
         weights = ModeloptCheckpoint(tmp_path / "out").linear(self.LAYER)
         assert not isinstance(weights, FloatWeights)
         assert np.isfinite(weights.scales).all()
@@ -357,7 +371,7 @@ class TestFp8Scales:
         wanted = HfCheckpoint(folder).linear(self.LAYER).weight  # type: ignore[union-attr]
         pre = 1.0 if weights.pre_quant_scale is None else weights.pre_quant_scale
         error = np.abs(weights.dequantize() * pre - wanted).max()
-        assert error <= 0.14 * np.abs(wanted).max()
+        assert error <= max(0.14 * np.abs(wanted).max(), 1e-20)
 
     @pytest.mark.parametrize("value", [float("nan"), float("inf")])
     def test_weights_that_are_not_finite(self, llama: Path, tmp_path: Path, value: float) -> None:

@@ -177,6 +177,13 @@ class ModeloptCheckpoint(HfCheckpoint):
         return kind
 
     def _linear_tensors(self, name: str) -> dict[str, tuple[int, ...]]:
+        tensors = self._weight_tensors(name)
+        for cached, scale_name in (("k_proj", "k_scale"), ("v_proj", "v_scale")):
+            if self.kv_cache and name.endswith(cached):
+                tensors[f"{name}.{scale_name}"] = self._files.shape(f"{name}.{scale_name}") or ()
+        return tensors
+
+    def _weight_tensors(self, name: str) -> dict[str, tuple[int, ...]]:
         kind = self._kind(name)
         if kind is None:
             return super()._linear_tensors(name)
@@ -204,7 +211,4 @@ class ModeloptCheckpoint(HfCheckpoint):
             tensors[f"{name}.pre_quant_scale"] = (num_in,)
         if f"{name}.input_scale" in self._files:
             tensors[f"{name}.input_scale"] = self._files.shape(f"{name}.input_scale") or ()
-        for cached, scale_name in (("k_proj", "k_scale"), ("v_proj", "v_scale")):
-            if self.kv_cache and name.endswith(cached):
-                tensors[f"{name}.{scale_name}"] = self._files.shape(f"{name}.{scale_name}") or ()
         return tensors

@@ -95,11 +95,18 @@ class StandardAttention:
         if window not in self._tables:
             self._tables[window] = self._table_and_mask(b, window)
         table, mask = self._tables[window]
+        # The whole pool is dequantized on paper only: TensorRT takes FP8 from nothing but its own operator, which it then runs
+        # on what is gathered.
+        keys, key, values, value = (
+            self._cache.load(b, layer, part, kept)
+            for part, parts in enumerate(((inputs.key_pages[layer], key), (inputs.value_pages[layer], value)))
+            for kept in parts
+        )
         output = b.op(
             "Attention",
             b.op("Gather", query, inputs["row_tokens"]),
-            self._cache.load(b, layer, 0, self._past_and_new(b, inputs.key_pages[layer], table, key)),
-            self._cache.load(b, layer, 1, self._past_and_new(b, inputs.value_pages[layer], table, value)),
+            self._past_and_new(b, keys, table, key),
+            self._past_and_new(b, values, table, value),
             mask,
             q_num_heads=config.num_heads,
             kv_num_heads=config.num_kv_heads,
