@@ -30,7 +30,8 @@ TENSORRT_CONTEXT = 8192
 class BuildOptions:
     """What the user asked for; see `python -m build_engines build --help`.
 
-    `wanted.precision` None: the checkpoint's own where it is quantized, else INT4. block_size None: likewise, else 128.
+    `wanted.precision` None: the checkpoint's own where it is quantized, else INT4. block_size None: likewise, else 128. What
+    `compiler` says of compute capabilities does not count; `wanted` says it.
     """
 
     model: str
@@ -76,7 +77,7 @@ def build(options: BuildOptions, output: Path, report: Report) -> None:
             page_size=options.page_size,
             max_context=options.max_context or _default_context(checkpoint, wanted),
             numerics=resolved.numerics,
-            compiler=options.compiler,
+            compiler=replace(options.compiler, capabilities=options.wanted.capabilities),
         )
         step = "Compiling the engine" if resolved.numerics.is_tensorrt else "Writing the engine"
         write_engine(checkpoint, unfinished, engine_options, lambda fraction: report(step, fraction))

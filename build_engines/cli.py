@@ -192,7 +192,6 @@ def build_command(
         revision=revision,
         save_checkpoint=save_checkpoint,
         compiler=CompileOptions(
-            capabilities=wanted.capabilities,
             max_batch=max_batch,
             max_step_tokens=max_step_tokens,
             max_prefill_rows=max_prefill_rows,

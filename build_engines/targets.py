@@ -20,6 +20,7 @@ FLOATS: tuple[str, ...] = get_args(FloatName)
 PRECISIONS = ("fp32", "fp16", "bf16", "fp8", "int8", "int4", "fp4", "mixed")
 # Since which compute capability a type can be used.
 SINCE = {"fp32": (7, 5), "fp16": (7, 5), "int8": (7, 5), "bf16": (8, 0), "int4": (8, 0), "fp8": (8, 9), "fp4": (10, 0)}
+SINCE_ON_RTX = SINCE | {"fp32": (8, 0)}  # it has no float32 products for Turing
 GENERATIONS = {
     "7.5": "Turing",
     "8.0": "Ampere (A100)",
@@ -73,10 +74,11 @@ def check_target(wanted: Wanted) -> None:
         if capability not in GENERATIONS:
             raise BuildError(f"--compute-capability {capability} is unknown; known are {', '.join(GENERATIONS)}")
         for option, kind in _types(wanted):
-            if not can_run(kind, capability):
+            if not can_run(kind, wanted.target, capability):
+                runs = ", ".join(name for name in SINCE if can_run(name, wanted.target, capability))
                 raise BuildError(
-                    f"{option} {kind}: not on compute capability {capability} ({GENERATIONS[capability]}), which can run"
-                    f" {', '.join(name for name in SINCE if can_run(name, capability))}"
+                    f"{option} {kind}: not with {wanted.target} on compute capability {capability} ({GENERATIONS[capability]}),"
+                    f" which can run {runs}"
                 )
     _check_activations(wanted)
 
@@ -91,22 +93,20 @@ def resolve(wanted: Wanted, family: str) -> Resolved:
     cache = compute if wanted.kv_cache == "auto" else wanted.kv_cache
     numerics = Numerics(wanted.target, cast(FloatName, floats), cast(FloatName, compute), cast(CacheName, cache))
     activations = _activations(wanted)
-    fp8_everywhere = wanted.target != "onnxruntime" and all(can_run("fp8", c) for c in wanted.capabilities)
+    fp8_everywhere = wanted.target != "onnxruntime" and all(can_run("fp8", wanted.target, c) for c in wanted.capabilities)
     return Resolved(numerics, activations, _head(wanted, numerics), "fp8" if fp8_everywhere else "int8")
 
 
-def can_run(kind: str, capability: str) -> bool:
-    major, minor = capability.split(".")
-    return (int(major), int(minor)) >= SINCE[kind]
+def can_run(kind: str, target: Runtime, capability: str) -> bool:
+    """Whether a GPU of this compute capability can run a type, or a precision."""
+    major, minor = map(int, capability.split("."))
+    since = SINCE_ON_RTX if target == "tensorrt-rtx" else SINCE
+    return (major, minor) >= since["int4" if kind == "mixed" else kind]
 
 
 def runnable_precisions(target: Runtime, capabilities: Sequence[str]) -> list[str]:
     """The precisions that `target` runs on all these GPUs, the most bits a weight first."""
-    return [p for p in PRECISIONS if target == "onnxruntime" or all(_precision_runs(p, c) for c in capabilities)]
-
-
-def _precision_runs(precision: str, capability: str) -> bool:
-    return can_run("int4" if precision == "mixed" else precision, capability)
+    return [p for p in PRECISIONS if target == "onnxruntime" or all(can_run(p, target, c) for c in capabilities)]
 
 
 def _refuse_on_cpu(wanted: Wanted) -> None:
@@ -136,7 +136,7 @@ def _check_activations(wanted: Wanted) -> None:
 
 def _types(wanted: Wanted) -> list[tuple[str, str]]:
     """Every type that the user's choices put into the plan, with the option it came from."""
-    types = [("--precision", "int4" if wanted.precision == "mixed" else wanted.precision)] if wanted.precision else []
+    types = [("--precision", wanted.precision)] if wanted.precision else []
     for option, value in (
         ("--compute", wanted.compute),
         ("--activations", wanted.activations),
@@ -161,7 +161,7 @@ def _compute(wanted: Wanted, family: str) -> str:
         chosen = wanted.precision
     if chosen == "auto":
         chosen = "bf16" if family in NEEDS_BF16 else "fp16"
-        if not all(can_run(chosen, capability) for capability in wanted.capabilities):
+        if not all(can_run(chosen, wanted.target, capability) for capability in wanted.capabilities):
             raise BuildError(
                 f"{family} needs bf16, since its activations leave the range of fp16; compute capability"
                 f" {wanted.capabilities[0]} has none: use --compute fp32"

@@ -9,8 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from build_engines import quantize
 from build_engines.build import BuildOptions, build
+from build_engines.checkpoint.modelopt import ModeloptCheckpoint
 from build_engines.checkpoint.types import FloatWeights, Fp4Weights, Int8Weights, QuantizedWeights, linear_names, tensor_shapes
+from build_engines.quantize import Recipe
 from build_engines.targets import Wanted
 from llm_runtime.executors.base import Row
 from llm_runtime.executors.ort import OrtExecutor, OrtOptions
@@ -18,6 +21,21 @@ from llm_runtime.manifest import read_manifest
 from tests.tiny_models import make_tiny_model
 
 PAGE_SIZE = 8
+TEXT = "A small text about nothing, repeated until it is long enough to be cut into windows of tokens. " * 60
+RECIPES = {
+    "int4-64-rtn": Recipe("int4", 64, "rtn"),
+    "int4-64": Recipe("int4", 64),
+    "int4-128": Recipe("int4", 128),
+    "int8": Recipe("int8"),
+    "int8-smoothquant": Recipe("int8", activations=True),
+    "fp8": Recipe("fp8"),
+    "fp4": Recipe("fp4"),
+    "fp4-activations": Recipe("fp4", activations=True),
+    "mixed": Recipe("mixed", 64, effective_bits=6.0),
+    "mixed-fp8": Recipe("mixed", 128, effective_bits=6.0, wide="fp8"),
+    "fp8-cache": Recipe("none", cache_fp8=True),
+    "fp8-fp8-cache": Recipe("fp8", cache_fp8=True),
+}
 
 
 class EngineShelf:
@@ -29,6 +47,13 @@ class EngineShelf:
     @functools.cache  # noqa: B019 - one shelf lives as long as the session
     def checkpoint(self, family: str, max_context: int = 1024) -> Path:
         return make_tiny_model(family, self._root / f"{family}-{max_context}", max_position_embeddings=max_context)
+
+    @functools.cache  # noqa: B019
+    def quantized(self, family: str, recipe: Recipe) -> ModeloptCheckpoint:
+        """An open checkpoint, read-only."""
+        folder = self._root / f"{family}-quantized-{hash(recipe)}"
+        quantize.quantize(self.checkpoint(family), folder, recipe, TEXT)
+        return ModeloptCheckpoint(folder)
 
     @functools.cache  # noqa: B019
     def engine(
