@@ -72,8 +72,8 @@ class Source(_Strict):
 
 
 class Quality(_Strict):
-    """Measured on held-out text (docs/quality.md); absent until it was. The last three compare with the unquantized model, where
-    there was one to run."""
+    """Measured on held-out text (docs/quality.md); absent until it was. The last three compare with the unquantized model,
+    where there was one to run."""
 
     text: str  # name of the file
     sha256: str  # of the file
