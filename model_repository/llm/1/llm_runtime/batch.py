@@ -13,7 +13,10 @@ from llm_runtime.executors.base import Row
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The inputs of one graph call by name, and where each of its T tokens is written: slot s of page p is p * page_size + s."""
+    """The inputs of one graph call by name, and the slot of the pool that each of its T tokens is written to.
+
+    Slots are counted through the pool: slot s of page p is p * page_size + s.
+    """
 
     inputs: dict[str, NDArray]
     slots: NDArray[np.int64]  # [T]

@@ -19,6 +19,7 @@ Floats = NDArray[np.float32]
 FIRST_CANDIDATES = 256  # top-p looks at this many likeliest tokens first, and at more only where they do not suffice
 BLOCK = 512  # weights summed at once when drawing
 NONE = np.zeros(0, np.int64)
+NOTHING_LEFT = "bad_words and min_tokens leave no token to choose"
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,13 +126,18 @@ def _choose_row(row: Floats, state: SamplerState, token_ids: Sequence[int]) -> C
         adjusted = row.copy()
         state.adjust(adjusted, token_ids)
         if np.isneginf(adjusted.max()):
-            return Choice(error="bad_words and min_tokens leave no token to choose")
+            return Choice(error=NOTHING_LEFT)
     token_id = int(adjusted.argmax()) if state.params.temperature == 0 else sample(adjusted, state.params, state.uniform())
     return Choice(token_id, _logprob(row, token_id, state.params.num_top_logprobs) if state.params.wants_logprobs else None)
 
 
 def _broken(row: Floats) -> Choice:
-    return Choice(error=f"the model gave {int((~(row < np.inf)).sum())} logits that are NaN or infinite")
+    return Choice(error=not_numbers(int((~(row < np.inf)).sum())))
+
+
+def not_numbers(count: int) -> str:
+    """What is said of a row with so many logits that are none."""
+    return f"the model gave {count} logits that are NaN or infinite"
 
 
 def sample(logits: Floats, params: SamplingParams, uniform: float) -> int:
