@@ -37,6 +37,8 @@ def expected_output(prompt: Sequence[int], count: int) -> list[int]:
 class FakeExecutor(SamplesOnHost):
     """See llm_runtime.executors.base.Executor. `calls` logs the rows of every call; call number `fail_at` raises."""
 
+    description = "token ids in pages"
+
     def __init__(self, num_pages: int = 32, page_size: int = 4, fail_at: int | None = None) -> None:
         self.num_pages, self.page_size, self.vocab_size = num_pages, page_size, VOCAB
         self.pool = np.full((num_pages, page_size), EMPTY, np.int64)

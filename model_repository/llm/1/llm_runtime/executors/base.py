@@ -36,6 +36,7 @@ class Executor(Protocol):
     num_pages: int
     page_size: int
     vocab_size: int
+    description: str  # what runs the engine, for the log
 
     def execute(self, rows: Sequence[Row]) -> NDArray[np.float32]:
         """Run every row, write its keys and values into its pages.

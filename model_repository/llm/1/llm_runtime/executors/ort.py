@@ -46,6 +46,7 @@ class OrtExecutor(SamplesOnHost):
         self.vocab_size = model.vocab_size
         session_options = _session_options(options)
         self.attention = _choose_attention(options.attention, session_options)
+        self.description = f"ONNX Runtime {ort.__version__}, {self.attention} attention"
         path = folder / manifest.graphs[self.attention]  # type: ignore[index]
         try:
             self._session = ort.InferenceSession(path, session_options, providers=["CPUExecutionProvider"])
