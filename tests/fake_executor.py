@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llm_runtime.errors import EngineError
-from llm_runtime.executors.base import Row
+from llm_runtime.executors.base import Row, SamplesOnHost
 
 VOCAB = 97
 EMPTY = -1
@@ -34,8 +34,10 @@ def expected_output(prompt: Sequence[int], count: int) -> list[int]:
     return context[len(prompt) :]
 
 
-class FakeExecutor:
+class FakeExecutor(SamplesOnHost):
     """See llm_runtime.executors.base.Executor. `calls` logs the rows of every call; call number `fail_at` raises."""
+
+    description = "token ids in pages"
 
     def __init__(self, num_pages: int = 32, page_size: int = 4, fail_at: int | None = None) -> None:
         self.num_pages, self.page_size, self.vocab_size = num_pages, page_size, VOCAB

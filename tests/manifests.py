@@ -1,6 +1,6 @@
 """Manifests for tests that need no engine."""
 
-from llm_runtime.manifest import EngineManifest
+from llm_runtime.manifest import EngineManifest, Plan, Profile
 
 
 def make_manifest(
@@ -32,3 +32,39 @@ def make_manifest(
             "builder": {},
         }
     )
+
+
+def make_plan(
+    *,
+    max_batch: int = 8,
+    max_step_tokens: int = 64,
+    max_prefill_rows: int = 2,
+    max_row_pages: int = 32,
+    max_pages: int = 1000,
+    version: str = "1.7.1.116",
+) -> Plan:
+    prefill = Profile(
+        max_rows=max_prefill_rows,
+        max_tokens=max_step_tokens,
+        max_row_tokens=max_step_tokens,
+        max_row_pages=max_row_pages,
+        max_logits=max_prefill_rows,
+    )
+    decode = Profile(
+        max_rows=max_batch, max_tokens=max_batch, max_row_tokens=1, max_row_pages=max_row_pages, max_logits=max_batch
+    )
+    return Plan(
+        file="engine.plan",
+        tensorrt_version=version,
+        compute_capabilities=("8.9", "12.0"),
+        prefill=prefill,
+        decode=decode,
+        max_pages=max_pages,
+    )
+
+
+def with_plan(manifest: EngineManifest, plan: Plan, *, runtime: str = "tensorrt-rtx", kv_cache: str = "fp32") -> EngineManifest:
+    """The same model as a plan."""
+    content = manifest.model_dump() | {"runtime": runtime, "graphs": {}, "plan": plan.model_dump()}
+    content["precision"]["kv_cache"] = kv_cache
+    return EngineManifest.model_validate(content)

@@ -13,20 +13,28 @@ from llm_runtime.executors.base import Row
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The inputs of one graph call by name, and for each of its T tokens the page and slot it is written to."""
+    """The inputs of one graph call by name, and the slot of the pool that each of its T tokens is written to.
+
+    Slots are counted through the pool: slot s of page p is p * page_size + s.
+    """
 
     inputs: dict[str, NDArray]
-    pages: NDArray[np.int64]  # [T]
     slots: NDArray[np.int64]  # [T]
     num_logits: int
 
     @property
     def num_tokens(self) -> int:
-        return len(self.pages)
+        return len(self.slots)
 
 
-def make_batch(rows: Sequence[Row], page_size: int, *, rectangular: bool) -> Batch:
-    """Inputs as docs/architecture.md lists them; `rectangular` for the graph of standard operators."""
+def make_batch(
+    rows: Sequence[Row], page_size: int, *, rectangular: bool, table_width: int | None = None, unused_page: int = 0
+) -> Batch:
+    """Inputs as docs/architecture.md lists them; `rectangular` for the graph of standard operators.
+
+    table_width: columns of the page table, enough for every row's past tokens; None: as many as the longest row has pages.
+    unused_page: what stands in the table where a row has no page. It is read, but the lengths keep it from being attended to.
+    """
     lengths = np.array([len(row.token_ids) for row in rows], np.int64)
     past = np.array([row.past_length for row in rows], np.int64)
     starts = np.zeros(len(rows) + 1, np.int64)
@@ -34,12 +42,12 @@ def make_batch(rows: Sequence[Row], page_size: int, *, rectangular: bool) -> Bat
     row_of_token = np.repeat(np.arange(len(rows)), lengths)
     offsets = np.arange(starts[-1]) - starts[row_of_token]
     positions = past[row_of_token] + offsets
-    table = _page_table([row.page_ids for row in rows])
+    page_ids = [np.asarray(row.page_ids, np.int64) for row in rows]
     inputs: dict[str, NDArray] = {
         "input_ids": np.concatenate([np.asarray(row.token_ids, np.int64) for row in rows]),
         "position_ids": positions,
         "past_lengths": past.astype(np.int32),
-        "page_table": table,
+        "page_table": _page_table(page_ids, table_width or max(map(len, page_ids)), unused_page),
         "logit_positions": _last_positions([row.num_logits for row in rows], starts),
     }
     if rectangular:
@@ -49,16 +57,15 @@ def make_batch(rows: Sequence[Row], page_size: int, *, rectangular: bool) -> Bat
         inputs |= {"row_tokens": row_tokens, "token_slots": row_of_token * width + offsets}
     else:
         inputs["row_starts"] = starts.astype(np.int32)
-    pages = table[row_of_token, positions // page_size].astype(np.int64)
-    return Batch(inputs, pages, positions % page_size, len(inputs["logit_positions"]))
+    first_page = np.cumsum([0] + [len(ids) for ids in page_ids[:-1]])
+    pages = np.concatenate(page_ids)[first_page[row_of_token] + positions // page_size]
+    return Batch(inputs, pages * page_size + positions % page_size, len(inputs["logit_positions"]))
 
 
-def _page_table(page_ids: Sequence[Sequence[int]]) -> NDArray[np.int32]:
-    """Padding is page 0: a valid page, which the lengths keep from being attended to."""
-    width = max(len(ids) for ids in page_ids)
-    table = np.zeros((len(page_ids), width), np.int32)
-    for row, ids in enumerate(page_ids):
-        table[row, : len(ids)] = ids
+def _page_table(page_ids: Sequence[NDArray[np.int64]], width: int, unused_page: int) -> NDArray[np.int32]:
+    table = np.full((len(page_ids), width), unused_page, np.int32)
+    for row, ids in zip(table, page_ids, strict=True):
+        row[: len(ids)] = ids[:width]
     return table
 
 

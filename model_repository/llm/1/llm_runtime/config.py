@@ -7,9 +7,11 @@ names the nearest known one.
 from __future__ import annotations
 
 import difflib
+import math
 import os
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -30,12 +32,16 @@ class Parameters(BaseModel):
     prefill_chunk_tokens: int = Field(128, ge=1, description="prompt tokens of one step while other sequences decode")
     max_context: int = Field(0, ge=0, description="prompt and output of one sequence; 0: what engine and KV cache allow")
     kv_cache_memory_mb: int = Field(1024, ge=1, description="MiB of the KV page pool")
+    kv_cache_gpu_fraction: float = Field(
+        0.0, ge=0, lt=1, description="part of the GPU memory left beside the engine for the KV page pool; 0: kv_cache_memory_mb"
+    )
     prefix_caching: bool = Field(True, description="keep pages of finished prompts for later ones that start the same")
     default_max_tokens: int = Field(128, ge=1, description="max_tokens of a request that names none")
     max_deadline_ms: int = Field(600_000, ge=0, description="longest deadline_ms, and that of a request without one; 0: none")
     num_threads: int = Field(0, ge=0, description="threads of the ONNX Runtime executor; 0: one a core")
     matmul_accuracy: Literal["int8", "fp32"] = Field("int8", description="activations beside INT4 weights: int8 (fast) or fp32")
     attention: Literal["auto", "fused", "standard"] = Field("auto", description="auto: the fused kernel if it compiles")
+    cuda_graphs: bool = Field(True, description="replay decode steps on a GPU as CUDA graphs")
 
 
 def read_parameters(parameters: Mapping[str, Mapping[str, str]]) -> Parameters:
@@ -74,26 +80,91 @@ def resolve_engine_dir(parameters: Parameters, model_folder: Path) -> Path:
     return (model_folder / parameters.engine_dir).resolve()
 
 
-def size_cache(parameters: Parameters, manifest: EngineManifest) -> tuple[int, int]:
-    """(pages in the pool, longest context in tokens). Raises ConfigError with the sizes and the knob to change."""
-    size, page_size = manifest.page_bytes, manifest.limits.page_size
-    num_pages = parameters.kv_cache_memory_mb * 2**20 // size
-    capacity = num_pages * page_size
+@dataclass(frozen=True)
+class GpuMemory:
+    """Bytes that are free once an engine is loaded, and how many of them must stay free beside the KV page pool."""
+
+    free: int
+    beside_pool: int
+
+
+def size_pool(parameters: Parameters, manifest: EngineManifest, gpu: GpuMemory | None = None) -> int:
+    """Pages of the KV pool; `gpu` where the engine runs on one. Raises ConfigError with the sizes and the knob to change."""
+    knob, value, num_pages = _chosen_pages(parameters, manifest, gpu)
+    size = manifest.page_bytes
+    if gpu is not None:
+        _check_gpu(knob, value, num_pages, manifest, gpu)
     if num_pages < 2:
-        needed = -(-2 * size // 2**20)
+        needed = f"set it to {_mib(2 * size)} or more" if knob == "kv_cache_memory_mb" else "set it higher"
         raise ConfigError(
-            f"config.pbtxt: kv_cache_memory_mb {parameters.kv_cache_memory_mb} holds {num_pages} pages of {size} bytes; "
-            f"at least 2 are needed: set it to {needed} or more"
+            f"config.pbtxt: {knob} {value} holds {num_pages} pages of {size} bytes; at least 2 are needed: {needed}"
         )
-    limit = manifest.limits.max_context
+    longest_context(parameters, manifest, num_pages)
+    return num_pages
+
+
+def longest_context(parameters: Parameters, manifest: EngineManifest, num_pages: int) -> int:
+    """Tokens of the longest sequence. Raises ConfigError with the sizes and the knob to change."""
+    page_size, limit = manifest.limits.page_size, manifest.limits.max_context
+    capacity = num_pages * page_size
     if parameters.max_context > limit:
         raise ConfigError(
             f"config.pbtxt: max_context {parameters.max_context} is over the engine's {limit}; set it to {limit} or less"
         )
     if parameters.max_context > capacity:
-        needed = -(-parameters.max_context * size // page_size // 2**20)
+        needed = f"kv_cache_memory_mb to {_mib(-(-parameters.max_context // page_size) * manifest.page_bytes)} or more"
+        if parameters.kv_cache_gpu_fraction:
+            needed = f"kv_cache_gpu_fraction higher than {parameters.kv_cache_gpu_fraction:g}"
         raise ConfigError(
             f"config.pbtxt: one sequence of max_context {parameters.max_context} tokens does not fit the KV cache of "
-            f"{capacity} tokens; set kv_cache_memory_mb to {needed} or more, or max_context to {capacity} or less"
+            f"{capacity} tokens; set {needed}, or max_context to {capacity} or less"
         )
-    return num_pages, min(parameters.max_context or limit, capacity)
+    return min(parameters.max_context or limit, capacity)
+
+
+def size_cache(parameters: Parameters, manifest: EngineManifest) -> tuple[int, int]:
+    """Of an engine on a CPU: (pages in the pool, longest context in tokens). Raises ConfigError."""
+    num_pages = size_pool(parameters, manifest)
+    return num_pages, longest_context(parameters, manifest, num_pages)
+
+
+def _chosen_pages(parameters: Parameters, manifest: EngineManifest, gpu: GpuMemory | None) -> tuple[str, str, int]:
+    """(the knob that decides, its value, the pages it holds beside the one that a GPU pads with)"""
+    fraction, size = parameters.kv_cache_gpu_fraction, manifest.page_bytes
+    if fraction and gpu is None:
+        raise ConfigError(
+            f"config.pbtxt: kv_cache_gpu_fraction {fraction:g} is of a GPU, and {manifest.runtime} runs on a CPU; set it to 0"
+        )
+    if fraction and gpu is not None and manifest.plan is not None:
+        num_pages = min(int(gpu.free * fraction) // size, manifest.plan.max_pages) - 1
+        return "kv_cache_gpu_fraction", f"{fraction:g}", num_pages
+    megabytes = parameters.kv_cache_memory_mb
+    return "kv_cache_memory_mb", str(megabytes), megabytes * 2**20 // size - (gpu is not None)
+
+
+def _check_gpu(knob: str, value: str, num_pages: int, manifest: EngineManifest, gpu: GpuMemory) -> None:
+    """What the plan can address and the GPU can hold, with a page more for padding."""
+    plan, size = manifest.plan, manifest.page_bytes
+    assert plan is not None
+    most = min(gpu.free - gpu.beside_pool, plan.max_pages * size)
+    pool = (num_pages + 1) * size
+    if pool <= most:
+        return
+    if pool > plan.max_pages * size:
+        reason = f"{num_pages + 1} pages, and the plan takes up to {plan.max_pages}"
+    else:
+        reason = (
+            f"{_mib(pool)} MiB of the {gpu.free >> 20} MiB that are free on the GPU beside the engine, and"
+            f" {_mib(gpu.beside_pool)} MiB are needed for logits and CUDA graphs"
+        )
+    if most < 3 * size:
+        remedy = "serve on a GPU with more memory, or a smaller engine"
+    elif knob == "kv_cache_memory_mb":
+        remedy = f"set it to {most >> 20} or less"
+    else:
+        remedy = f"set it to {math.floor(100 * most / gpu.free) / 100:g} or less"
+    raise ConfigError(f"config.pbtxt: {knob} {value} takes {reason}; {remedy}")
+
+
+def _mib(size: int) -> int:
+    return -(-size // 2**20)

@@ -12,7 +12,7 @@ from llm_runtime.detokenizer import Detokenizer, StopMatcher
 from llm_runtime.errors import EngineError, RequestError
 from llm_runtime.executors.base import Executor, Row
 from llm_runtime.metrics import Stats
-from llm_runtime.sampler import Choice, SamplerState, choose
+from llm_runtime.sampler import Choice, SamplerState
 from llm_runtime.scheduler import ScheduledRow, Scheduler, StepPlan
 from llm_runtime.sequence import Sequence
 from llm_runtime.types import FinishReason, GenerationRequest, SequenceOutput
@@ -111,18 +111,17 @@ class Engine:
 
     def _run(self, plan: StepPlan) -> None:
         rows = plan.rows
+        choosing = [self._live[row.sequence.request.request_id] for row in rows if row.is_last_chunk]
+        states, token_ids = [live.sampler for live in choosing], [live.sequence.token_ids for live in choosing]
         try:
-            logits = self.executor.execute([_executor_row(row) for row in rows])
+            choices = self.executor.sample([_executor_row(row) for row in rows], states, token_ids)
         except EngineError:
             raise
         except Exception as error:
             raise EngineError(f"the executor failed on {len(rows)} rows: {error}") from error
         self._count_step(plan)
-        # Which rows reach their newest token has to be known before `apply` moves them on.
-        choosing = [self._live[row.sequence.request.request_id] for row in rows if row.is_last_chunk]
         for row in rows:
             self.scheduler.apply(row)
-        choices = choose(logits, [live.sampler for live in choosing], [live.sequence.token_ids for live in choosing])
         for live, choice in zip(choosing, choices, strict=True):
             self._outputs.append(self._accept(live, choice))
 

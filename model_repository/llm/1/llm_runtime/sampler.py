@@ -18,6 +18,8 @@ from llm_runtime.types import SamplingParams, TokenLogprob
 Floats = NDArray[np.float32]
 FIRST_CANDIDATES = 256  # top-p looks at this many likeliest tokens first, and at more only where they do not suffice
 BLOCK = 512  # weights summed at once when drawing
+NONE = np.zeros(0, np.int64)
+NOTHING_LEFT = "bad_words and min_tokens leave no token to choose"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,17 @@ class Choice:
     token_id: int = -1
     logprob: TokenLogprob | None = None
     error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Edits:
+    """Changes of one row of logits, by token id, to be made in this order."""
+
+    repeated: NDArray[np.int64]  # divided by the penalty, or multiplied where negative
+    repetition_penalty: float
+    counted: NDArray[np.int64]
+    losses: NDArray[np.float32]  # of each counted token, subtracted
+    banned: NDArray[np.int64]  # set to -inf
 
 
 class SamplerState:
@@ -56,33 +69,39 @@ class SamplerState:
         self.output_ids.append(token_id)
         self._counts[token_id] = self._counts.get(token_id, 0) + 1
 
-    def adjust(self, logits: Floats, token_ids: Sequence[int]) -> None:
-        """Apply penalties and bans to one row in place. `token_ids` are the sequence's, prompt and output."""
+    def edits(self, token_ids: Sequence[int], vocab_size: int) -> Edits:
+        """What penalties and bans change in the next row of logits. `token_ids` are the sequence's, prompt and output."""
         p = self.params
         counted = np.fromiter(self._counts.keys(), np.int64, len(self._counts))
-        if self._prompt_ids is not None:
-            seen = np.union1d(self._prompt_ids, counted)
-            values = logits[seen]
-            logits[seen] = np.where(values > 0, values / p.repetition_penalty, values * p.repetition_penalty)
-        if len(counted) and (p.presence_penalty or p.frequency_penalty):
-            counts = np.fromiter(self._counts.values(), np.float32, len(self._counts))
-            logits[counted] -= np.float32(p.presence_penalty) + np.float32(p.frequency_penalty) * counts
-        for banned in p.bad_token_sequences:
-            head = banned[:-1]
-            if len(head) <= len(token_ids) and tuple(token_ids[len(token_ids) - len(head) :]) == head:
-                _ban(logits, banned[-1:])
+        counts = np.fromiter(self._counts.values(), np.float32, len(self._counts))
+        num_losses = len(counted) if p.presence_penalty or p.frequency_penalty else 0
+        banned: list[int] = []
+        for *head, last in p.bad_token_sequences:
+            if len(head) <= len(token_ids) and list(token_ids[len(token_ids) - len(head) :]) == head:
+                banned.append(last)
         if len(self.output_ids) < p.min_tokens:
-            _ban(logits, self.end_ids)
+            banned += self.end_ids
+        return Edits(
+            repeated=NONE if self._prompt_ids is None else np.union1d(self._prompt_ids, counted),
+            repetition_penalty=p.repetition_penalty,
+            counted=counted[:num_losses],
+            losses=(np.float32(p.presence_penalty) + np.float32(p.frequency_penalty) * counts)[:num_losses],
+            # Ids that the model does not have (an end_id is any number that a client sends) are banned already.
+            banned=np.array([token_id for token_id in banned if token_id < vocab_size], np.int64),
+        )
+
+    def adjust(self, logits: Floats, token_ids: Sequence[int]) -> None:
+        """Apply penalties and bans to one row in place. `token_ids` are the sequence's, prompt and output."""
+        edits = self.edits(token_ids, len(logits))
+        values, penalty = logits[edits.repeated], edits.repetition_penalty
+        logits[edits.repeated] = np.where(values > 0, values / penalty, values * penalty)
+        logits[edits.counted] -= edits.losses
+        logits[edits.banned] = -np.inf
 
     def uniform(self) -> float:
         """The draw for the next output token: a function of the seed and the token's number alone, so that neither batching
         nor a preemption changes it (Philox, Salmon et al., SC 2011)."""
         return np.random.Generator(np.random.Philox(key=self._seed, counter=len(self.output_ids))).random()
-
-
-def _ban(logits: Floats, token_ids: Sequence[int]) -> None:
-    """Ids that the model does not have (an end_id is any number that a client sends) are banned already."""
-    logits[[token_id for token_id in token_ids if token_id < len(logits)]] = -np.inf
 
 
 def choose(logits: Floats, states: Sequence[SamplerState], token_ids: Sequence[Sequence[int]]) -> list[Choice]:
@@ -107,13 +126,18 @@ def _choose_row(row: Floats, state: SamplerState, token_ids: Sequence[int]) -> C
         adjusted = row.copy()
         state.adjust(adjusted, token_ids)
         if np.isneginf(adjusted.max()):
-            return Choice(error="bad_words and min_tokens leave no token to choose")
+            return Choice(error=NOTHING_LEFT)
     token_id = int(adjusted.argmax()) if state.params.temperature == 0 else sample(adjusted, state.params, state.uniform())
     return Choice(token_id, _logprob(row, token_id, state.params.num_top_logprobs) if state.params.wants_logprobs else None)
 
 
 def _broken(row: Floats) -> Choice:
-    return Choice(error=f"the model gave {int((~(row < np.inf)).sum())} logits that are NaN or infinite")
+    return Choice(error=not_numbers(int((~(row < np.inf)).sum())))
+
+
+def not_numbers(count: int) -> str:
+    """What is said of a row with so many logits that are none."""
+    return f"the model gave {count} logits that are NaN or infinite"
 
 
 def sample(logits: Floats, params: SamplingParams, uniform: float) -> int:

@@ -12,6 +12,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from llm_runtime.sampler import Choice, SamplerState, choose
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -34,6 +36,7 @@ class Executor(Protocol):
     num_pages: int
     page_size: int
     vocab_size: int
+    description: str  # what runs the engine, for the log
 
     def execute(self, rows: Sequence[Row]) -> NDArray[np.float32]:
         """Run every row, write its keys and values into its pages.
@@ -44,6 +47,14 @@ class Executor(Protocol):
         """
         ...
 
+    def sample(self, rows: Sequence[Row], states: Sequence[SamplerState], token_ids: Sequence[Sequence[int]]) -> list[Choice]:
+        """Run every row as `execute` does, and choose the next token of those with a logit (at most one each), in order.
+
+        states, token_ids: of each such row, the state of its sampler and its sequence's prompt and output so far. Chooses
+        what sampler.choose chooses from the logits, wherever it is done: a device need not hand them over.
+        """
+        ...
+
     def copy_page(self, source: int, target: int) -> None:
         """Copy one page of every layer (copy on write)."""
         ...
@@ -51,3 +62,12 @@ class Executor(Protocol):
     def close(self) -> None:
         """Free the weights and the pool; no call may follow."""
         ...
+
+
+class SamplesOnHost:
+    """`sample` of an executor whose logits are on the host anyway."""
+
+    def sample(
+        self: Executor, rows: Sequence[Row], states: Sequence[SamplerState], token_ids: Sequence[Sequence[int]]
+    ) -> list[Choice]:
+        return choose(self.execute(rows), states, token_ids)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from llm_runtime.batch import Batch, make_batch
 from llm_runtime.errors import EngineError
-from llm_runtime.executors.base import Row
+from llm_runtime.executors.base import Row, SamplesOnHost
 from llm_runtime.manifest import EngineManifest
 from llm_runtime.native import build as native
 
@@ -36,7 +36,7 @@ class OrtOptions:
     allow_spinning: bool = False
 
 
-class OrtExecutor:
+class OrtExecutor(SamplesOnHost):
     """See executors.base.Executor."""
 
     def __init__(self, folder: Path, manifest: EngineManifest, num_pages: int, options: OrtOptions) -> None:
@@ -46,6 +46,7 @@ class OrtExecutor:
         self.vocab_size = model.vocab_size
         session_options = _session_options(options)
         self.attention = _choose_attention(options.attention, session_options)
+        self.description = f"ONNX Runtime {ort.__version__}, {self.attention} attention"
         path = folder / manifest.graphs[self.attention]  # type: ignore[index]
         try:
             self._session = ort.InferenceSession(path, session_options, providers=["CPUExecutionProvider"])
@@ -54,6 +55,7 @@ class OrtExecutor:
         self._kv_shape = (model.num_kv_heads, model.head_dim)
         self._num_layers = model.num_layers
         self._pool = np.zeros((model.num_layers, 2, num_pages, self.page_size, *self._kv_shape), FLOAT)
+        self._slots = self._pool.reshape(model.num_layers, 2, num_pages * self.page_size, *self._kv_shape)
         self._binding = self._session.io_binding()
         for layer in range(model.num_layers):
             for index, name in enumerate(("key_pages", "value_pages")):
@@ -71,7 +73,7 @@ class OrtExecutor:
         self._pool[:, :, target] = self._pool[:, :, source]
 
     def close(self) -> None:
-        del self._binding, self._session, self._pool
+        del self._binding, self._session, self._pool, self._slots
 
     def _execute_in_groups(self, rows: Sequence[Row]) -> NDArray[np.float32]:
         """Standard attention pads rows to the longest, so rows of one token run together and longer ones alone."""
@@ -99,7 +101,7 @@ class OrtExecutor:
             self._session.run_with_iobinding(self._binding)
         except Exception as error:  # onnxruntime raises many unrelated classes
             raise EngineError(f"ONNX Runtime failed on {batch.num_tokens} tokens: {error}") from error
-        self._pool[:, :, batch.pages, batch.slots] = new
+        self._slots[:, :, batch.slots] = new
         return logits
 
 

@@ -12,10 +12,10 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from llm_runtime.config import Parameters, read_parameters, resolve_engine_dir, size_cache
+from llm_runtime.config import Parameters, longest_context, read_parameters, resolve_engine_dir
 from llm_runtime.engine import Engine, EngineConfig
 from llm_runtime.errors import RequestError
-from llm_runtime.executors.ort import OrtExecutor, OrtOptions
+from llm_runtime.executors import open_executor
 from llm_runtime.manifest import EngineManifest, check_files, read_manifest
 from llm_runtime.request import Limits, ParsedRequest, RequestParser
 from llm_runtime.triton import codec
@@ -38,10 +38,10 @@ class Service:
         folder = resolve_engine_dir(self._parameters, model_folder)
         manifest = read_manifest(folder)
         check_files(folder, manifest)
-        num_pages, max_context = size_cache(self._parameters, manifest)
         self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        self._make_executor = functools.partial(OrtExecutor, folder, manifest, num_pages, _ort_options(self._parameters))
-        executor = self._make_executor()
+        self._open_executor = functools.partial(open_executor, folder, manifest, self._parameters)
+        executor = self._open_executor()
+        max_context = longest_context(self._parameters, manifest, executor.num_pages)
         self._parser = RequestParser(self._tokenizer, _limits(self._parameters, manifest, max_context))
         self._engine = Engine(executor, self._tokenizer, _engine_config(self._parameters, manifest, max_context))
         self._metrics = EngineMetrics(model_name, version)
@@ -50,13 +50,13 @@ class Service:
         self._sender = StreamSender(on_left=self._worker.cancel, on_tick=self._on_tick)
         self._ids = itertools.count()
         log.info(
-            "%s: %d sequences, %d pages of %d tokens, context %d, %s attention",
+            "%s: %d sequences, %d pages of %d tokens, context %d, on %s",
             manifest.name,
             self._parameters.max_sequences,
-            num_pages,
-            manifest.limits.page_size,
+            executor.num_pages,
+            executor.page_size,
             max_context,
-            executor.attention,
+            executor.description,
         )
         self._sender.start()
         self._worker.start()
@@ -122,12 +122,8 @@ class Service:
         """A device that failed is not to be trusted with the state it had. This Triton never restarts a model's process by
         itself, so the process stays, and only what failed is made anew."""
         self._engine.executor.close()
-        self._engine.executor = self._make_executor()
-
-
-def _ort_options(parameters: Parameters) -> OrtOptions:
-    accuracy = {"int8": 4, "fp32": 1}[parameters.matmul_accuracy]
-    return OrtOptions(num_threads=parameters.num_threads, matmul_accuracy=accuracy, attention=parameters.attention)
+        # The books are kept for as many pages as there were.
+        self._engine.executor = self._open_executor(num_pages=self._engine.executor.num_pages)
 
 
 def _limits(parameters: Parameters, manifest: EngineManifest, max_context: int) -> Limits:
