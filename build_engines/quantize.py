@@ -30,8 +30,6 @@ _NUM_WINDOWS = 24
 # The search for AWQ's scales takes most of the time and needs less text than the rounding after it.
 _NUM_SEARCH_WINDOWS = 8
 _ALPHA_STEP = 0.2
-# How much of the range of activations SmoothQuant moves into the weights.
-_SMOOTHNESS = 0.85
 _NUM_ALPHAS = round(1 / _ALPHA_STEP) + 1
 # All linears of a decoder layer. Those that share an input share AWQ's scale for it.
 GROUPS = (
@@ -292,8 +290,6 @@ def _preset(recipe: Recipe) -> dict[str, Any]:
                 entry["cfg"]["block_sizes"] = {-1: recipe.block_size, "type": "static"}
         if recipe.algorithm == "awq":
             config["algorithm"] = {"method": "awq_lite", "alpha_step": _ALPHA_STEP}
-    if recipe.precision == "int8" and recipe.activations:
-        config["algorithm"] = {"method": "smoothquant", "alpha": _SMOOTHNESS}
     # The presets leave the head alone already; said again, since its precision is the graph builder's to choose.
     config["quant_cfg"].append({"quantizer_name": "*lm_head*", "enable": False})
     if recipe.cache_fp8:
