@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from build_engines import calibration
 from build_engines.build import BuildOptions, Report, build
+from build_engines.compile import gpu_at_hand
 from build_engines.errors import BuildError
 from build_engines.targets import Wanted
 from llm_runtime.executors.base import Executor, Row
@@ -146,8 +147,11 @@ def evaluate(
 def open_subject(folder: Path, conditions: Conditions) -> Subject:
     """Raises BuildError or EngineError where the engine is damaged, cannot run here, or is made for less than a window."""
     manifest = read_manifest(folder)
-    if not runs_here(manifest.runtime):
-        raise BuildError(f"{folder}: made for {manifest.runtime}; only engines for onnxruntime can be measured here")
+    capabilities = manifest.plan.compute_capabilities if manifest.plan else ()
+    if not runs_here(manifest.runtime, capabilities):
+        raise BuildError(
+            f"{folder}: made for {manifest.runtime} on compute capability {', '.join(capabilities)}, which no GPU here has"
+        )
     if manifest.limits.max_context < WINDOW:
         raise BuildError(f"{folder}: made for up to {manifest.limits.max_context} tokens; a window has {WINDOW}")
     check_files(folder, manifest)
@@ -262,21 +266,25 @@ def write_quality(folder: Path, figures: Quality) -> None:
         raise BuildError(f"{folder / MANIFEST_NAME}: cannot be written ({error.strerror})") from error
 
 
-def runs_here(runtime: Runtime) -> bool:
-    """Whether `_open` can run an engine for this runtime on this machine."""
-    return runtime == "onnxruntime"
+def runs_here(runtime: Runtime, capabilities: Sequence[str]) -> bool:
+    """Whether this machine runs engines for `runtime`, and these compute capabilities where that is TensorRT."""
+    if runtime == "onnxruntime":
+        return True
+    here = gpu_at_hand()
+    return here is not None and here[0] in capabilities
 
 
 def _open(subject: Subject, conditions: Conditions) -> Executor:
     """With the pages of one window."""
     try:
-        from llm_runtime.executors.ort import OrtExecutor, OrtOptions
+        from llm_runtime.config import Parameters
+        from llm_runtime.executors import open_executor
     except ImportError as error:
         raise BuildError(f"{subject.folder}: cannot be run here: {error}; pip install onnxruntime") from error
-    accuracy = {"int8": 4, "fp32": 1}[conditions.matmul_accuracy]
-    options = OrtOptions(num_threads=conditions.num_threads, matmul_accuracy=accuracy)
-    num_pages = -(-WINDOW // subject.manifest.limits.page_size)
-    return OrtExecutor(subject.folder, subject.manifest, num_pages, options)
+    parameters = Parameters(
+        engine_dir=str(subject.folder), matmul_accuracy=conditions.matmul_accuracy, num_threads=conditions.num_threads
+    )  # type: ignore[call-arg, arg-type]
+    return open_executor(subject.folder, subject.manifest, parameters, -(-WINDOW // subject.manifest.limits.page_size))
 
 
 def _chunk(manifest: EngineManifest) -> int:

@@ -145,14 +145,15 @@ def select(
         tries, plan = _plan(options, wanted, checkpoint.config, chosen)
         if not plan:
             return Selection(None, tries, None)
-        if not runs_here(wanted.target):
+        is_here = runs_here(wanted.target, wanted.capabilities)
+        if not is_here:
             # Layers that round no inputs compute in floats there.
             conditions = replace(conditions, matmul_accuracy="fp32")
             say(
                 f"Engines for {wanted.target} cannot run here: candidates are measured as ONNX Runtime engines of the same"
                 f" quantized weights; the first that passes is compiled for compute capability {', '.join(wanted.capabilities)}"
             )
-        trial = _Trial(checkpoint, conditions, max_increase, text, scratch, report)
+        trial = _Trial(checkpoint, conditions, is_here, max_increase, text, scratch, report)
         reference = trial.reference(options)
         reference_perplexity = trial.perplexity(reference, "Reference")
         tries += trial.run(plan, reference, reference_perplexity, output)
@@ -206,6 +207,7 @@ class _Trial:
 
     checkpoint: Checkpoint
     conditions: Conditions
+    is_here: bool  # whether engines for the target can be run on this machine
     max_increase: float
     calibration_text: str | None
     scratch: Path
@@ -248,7 +250,7 @@ class _Trial:
             if increase > self.max_increase:
                 return replace(tried, verdict=f"failed: more than {100 * self.max_increase:g}%")
             engine = subject.folder
-            if not runs_here(planned.resolved.numerics.runtime):
+            if not self.is_here:
                 engine = folder / "engine"
                 write(planned.options, made, planned.resolved, engine, report)
             (scores,) = measure([subject], reference, self.conditions, partial(report, "Comparing"))
@@ -261,7 +263,7 @@ class _Trial:
     def _measurable(self, planned: _Planned, made: Checkpoint, folder: Path, report: Report) -> Subject:
         """The engine for the target where that runs here; else one for ONNX Runtime that differs from it only in arithmetic."""
         resolved = planned.resolved
-        if not runs_here(resolved.numerics.runtime):
+        if not self.is_here:
             resolved = resolve(Wanted(precision=planned.candidate.precision), made.config.family)
             resolved = replace(resolved, lm_head=resolved.numerics.floats)
         write(planned.options, made, resolved, folder, report)

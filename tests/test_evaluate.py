@@ -257,7 +257,7 @@ class TestRefusals:
         options = BuildOptions(str(shelf.checkpoint("llama")), wanted)
         build(options, tmp_path / "engine", lambda step, fraction: None)
         message = refused(lambda: measured(tmp_path / "engine", text))
-        assert message == f"{tmp_path / 'engine'}: made for tensorrt-rtx; only engines for onnxruntime can be measured here"
+        assert message == f"{tmp_path / 'engine'}: made for tensorrt-rtx on compute capability 8.9, which no GPU here has"
 
     def test_references_that_are_none(self, shelf: EngineShelf, text: Path, tmp_path: Path) -> None:
         folder, quantized = shelf.engine("llama"), shelf.engine("llama", "int4", 64)
