@@ -194,7 +194,6 @@ def test_every_name_of_tensorrts_interface_that_is_used_exists():
         "self._engine": trt.ICudaEngine,
         "engine": trt.ICudaEngine,
         "made": trt.IExecutionContext,
-        "context.trt": trt.IExecutionContext,
         "self.trt": trt.IExecutionContext,
         "config": trt.IRuntimeConfig,
         "self._trt.ExecutionContextAllocationStrategy": trt.ExecutionContextAllocationStrategy,
