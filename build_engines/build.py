@@ -52,40 +52,49 @@ def build(options: BuildOptions, output: Path, report: Report) -> None:
 
     Everything that can be refused is refused before the work starts. Raises BuildError.
     """
-    _check_output(output)
+    check_output(output)
     if options.save_checkpoint is not None and options.save_checkpoint.exists():
         raise BuildError(f"--save-checkpoint {options.save_checkpoint}: exists already")
-    wanted = _known_target(options.wanted)
+    wanted = known_target(options.wanted)
     text = calibration.read_text(options.calibration) if options.calibration else None
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}-") as scratch:
-        checkpoint = _open(options, Path(scratch), report)
-        _check_context(options, checkpoint)
+        checkpoint = open_model(options, Path(scratch), report)
+        check_context(options, checkpoint)
         if isinstance(checkpoint, ModeloptCheckpoint):
             wanted = _as_it_is(options, wanted, checkpoint)
             resolved = resolve(wanted, checkpoint.config.family)
         else:
             wanted = replace(wanted, precision=wanted.precision or DEFAULT_PRECISION)
             resolved = resolve(wanted, checkpoint.config.family)
-            recipe = _recipe(options, wanted, resolved)
+            recipe = recipe_for(options, wanted, resolved)
             if recipe is not None:
-                checkpoint = _quantize(options, checkpoint, recipe, Path(scratch), text, report)
-        unfinished = Path(scratch) / "engine"
-        engine_options = EngineOptions(
-            name=_short_name(options.model),
-            lm_head=resolved.lm_head,
-            page_size=options.page_size,
-            max_context=options.max_context or _default_context(checkpoint, wanted),
-            numerics=resolved.numerics,
-            compiler=replace(options.compiler, capabilities=options.wanted.capabilities),
-        )
-        step = "Compiling the engine" if resolved.numerics.is_tensorrt else "Writing the engine"
-        write_engine(checkpoint, unfinished, engine_options, lambda fraction: report(step, fraction))
-        shutil.rmtree(output, ignore_errors=True)
-        unfinished.rename(output)
+                checkpoint = quantize_checkpoint(options, checkpoint, recipe, Path(scratch), text, report)
+        write(options, checkpoint, resolved, Path(scratch) / "engine", report)
+        place(Path(scratch) / "engine", output)
 
 
-def _known_target(wanted: Wanted) -> Wanted:
+def write(options: BuildOptions, checkpoint: Checkpoint, resolved: Resolved, folder: Path, report: Report) -> None:
+    """The engine of an open checkpoint, quantized or not, into `folder`. Raises BuildError where TensorRT cannot compile it."""
+    engine_options = EngineOptions(
+        name=_short_name(options.model),
+        lm_head=resolved.lm_head,
+        page_size=options.page_size,
+        max_context=options.max_context or _default_context(checkpoint, resolved),
+        numerics=resolved.numerics,
+        compiler=replace(options.compiler, capabilities=options.wanted.capabilities),
+    )
+    step = "Compiling the engine" if resolved.numerics.is_tensorrt else "Writing the engine"
+    write_engine(checkpoint, folder, engine_options, lambda fraction: report(step, fraction))
+
+
+def place(folder: Path, output: Path) -> None:
+    """Moves a finished engine to where it was wanted, in place of the one there, if any."""
+    shutil.rmtree(output, ignore_errors=True)
+    folder.rename(output)
+
+
+def known_target(wanted: Wanted) -> Wanted:
     """`wanted` with the compute capabilities that it is for, after all refusals that need no model."""
     check_target(wanted)
     if wanted.target == "onnxruntime":
@@ -97,12 +106,13 @@ def _known_target(wanted: Wanted) -> Wanted:
     return wanted
 
 
-def _check_output(output: Path) -> None:
+def check_output(output: Path) -> None:
+    """Raises BuildError where `output` holds something else than an engine."""
     if output.exists() and not (output / MANIFEST_NAME).is_file() and (not output.is_dir() or any(output.iterdir())):
         raise BuildError(f"{output} exists and is not an engine folder; choose another --output")
 
 
-def _open(options: BuildOptions, scratch: Path, report: Report) -> Checkpoint:
+def open_model(options: BuildOptions, scratch: Path, report: Report) -> Checkpoint:
     """The checkpoint of a hub id, a folder, a GGUF file, or the demo; what cannot be used is refused on its small files."""
     path = Path(options.model).expanduser()
     revision = None
@@ -127,15 +137,16 @@ def _open(options: BuildOptions, scratch: Path, report: Report) -> Checkpoint:
     return checkpoint
 
 
-def _check_context(options: BuildOptions, checkpoint: Checkpoint) -> None:
+def check_context(options: BuildOptions, checkpoint: Checkpoint) -> None:
+    """Raises BuildError where the model was made for less."""
     longest = checkpoint.config.max_context
     if options.max_context and options.max_context > longest:
         raise BuildError(f"--max-context {options.max_context}: the model was made for up to {longest} tokens")
 
 
-def _default_context(checkpoint: Checkpoint, wanted: Wanted) -> int:
+def _default_context(checkpoint: Checkpoint, resolved: Resolved) -> int:
     longest = checkpoint.config.max_context
-    return longest if wanted.target == "onnxruntime" else min(longest, TENSORRT_CONTEXT)
+    return min(longest, TENSORRT_CONTEXT) if resolved.numerics.is_tensorrt else longest
 
 
 def _as_it_is(options: BuildOptions, wanted: Wanted, checkpoint: ModeloptCheckpoint) -> Wanted:
@@ -164,7 +175,7 @@ def _as_it_is(options: BuildOptions, wanted: Wanted, checkpoint: ModeloptCheckpo
     return wanted
 
 
-def _recipe(options: BuildOptions, wanted: Wanted, resolved: Resolved) -> Recipe | None:
+def recipe_for(options: BuildOptions, wanted: Wanted, resolved: Resolved) -> Recipe | None:
     """How to quantize; None: not at all."""
     cache_fp8 = resolved.numerics.cache == "fp8"
     precision = str(wanted.precision)
@@ -183,9 +194,10 @@ def _recipe(options: BuildOptions, wanted: Wanted, resolved: Resolved) -> Recipe
     )
 
 
-def _quantize(
+def quantize_checkpoint(
     options: BuildOptions, checkpoint: Checkpoint, recipe: Recipe, scratch: Path, text: str | None, report: Report
 ) -> Checkpoint:
+    """The checkpoint quantized, in the options' `save_checkpoint` or else in `scratch`; its source is still the original's."""
     step = f"Quantizing ({recipe})"
     folder = options.save_checkpoint or scratch / "quantized"
     quantize.quantize(checkpoint.folder, folder, recipe, text, lambda fraction: report(step, fraction))

@@ -1,25 +1,22 @@
-"""`python -m build_engines`: build engines, look at them, check them."""
+"""`python -m build_engines`: build engines, look at them, check them, measure them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, cast
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from build_engines.build import DEMO, BuildOptions, Report, build
+from build_engines.build import DEMO, BuildOptions, build
 from build_engines.card import engine_card
 from build_engines.check import check_engine
 from build_engines.checkpoint.gguf import DEMO_TERMS
 from build_engines.compile import CompileOptions
-from build_engines.errors import BuildError
+from build_engines.console import TargetName, console, one_line_errors, progress_bars
+from build_engines.quality_cli import evaluate_command, select_command
 from build_engines.targets import PRECISIONS, Wanted
-from llm_runtime.errors import EngineError
 from llm_runtime.manifest import Runtime, check_files, read_manifest
 
 app = typer.Typer(
@@ -27,15 +24,10 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
 )
-console = Console(stderr=True)
+app.command("evaluate")(evaluate_command)
+app.command("select")(select_command)
 
 PrecisionName = Enum("PrecisionName", {name: name for name in PRECISIONS}, type=str)  # type: ignore[misc]
-
-
-class TargetName(str, Enum):
-    onnxruntime = "onnxruntime"
-    tensorrt = "tensorrt"
-    tensorrt_rtx = "tensorrt-rtx"
 
 
 class AlgorithmName(str, Enum):
@@ -227,28 +219,3 @@ def check(folder: Annotated[Path, typer.Argument(help="Engine folder.")]) -> Non
     with one_line_errors():
         check_engine(folder)
     console.print(f"{folder} can be loaded here", soft_wrap=True)
-
-
-@contextmanager
-def progress_bars() -> Iterator[Report]:
-    """A bar for each step that is reported."""
-    columns = (TextColumn("{task.description:<28}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress:
-        tasks: dict[str, int] = {}
-
-        def report(step: str, fraction: float) -> None:
-            if step not in tasks:
-                tasks[step] = progress.add_task(step, total=1.0)
-            progress.update(tasks[step], completed=fraction)  # type: ignore[arg-type]
-
-        yield report
-
-
-@contextmanager
-def one_line_errors() -> Iterator[None]:
-    """What a user can put right is one line and exit status 1, not a traceback."""
-    try:
-        yield
-    except (BuildError, EngineError) as error:
-        console.print(f"error: {error}", style="bold red", markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(1) from None

@@ -111,7 +111,8 @@ def write_engine(checkpoint: Checkpoint, folder: Path, options: EngineOptions, p
         plan=plan,
         files={path.name: sha256_file(path) for path in sorted(folder.iterdir())},
         source=Source(**vars(checkpoint.source)),
-        builder=_builder_versions(plan, numerics),
+        # Which of them a checkpoint needs depends on its format.
+        builder=installed_versions(PACKAGES) | ({numerics.runtime: plan.tensorrt_version} if plan else {}),
     )
     write_manifest(folder, manifest)
     progress(1.0)
@@ -178,12 +179,12 @@ def _precision(
     )
 
 
-def _builder_versions(plan: Plan | None, numerics: Numerics) -> dict[str, str]:
-    """Those that are installed: which of them a checkpoint needs depends on its format."""
+def installed_versions(packages: Sequence[str]) -> dict[str, str]:
+    """Of those packages that are installed."""
     versions = {}
-    for package in PACKAGES:
+    for package in packages:
         try:
             versions[package] = version(package)
         except PackageNotFoundError:
             continue
-    return versions | ({numerics.runtime: plan.tensorrt_version} if plan else {})
+    return versions

@@ -53,7 +53,9 @@ def test_plain_modules_know_no_clock_thread_or_device(name):
 
 @pytest.mark.parametrize("path", files(ROOT / "build_engines"), ids=names(files(ROOT / "build_engines")))
 def test_the_builder_imports_of_the_runtime_only_manifest_and_errors(path):
-    allowed = ("build_engines", "llm_runtime.manifest", "llm_runtime.errors")
+    allowed: tuple[str, ...] = ("build_engines", "llm_runtime.manifest", "llm_runtime.errors")
+    if path.name == "evaluate.py":  # the one module that runs engines, by the runtime's own executors
+        allowed += ("llm_runtime.executors",)
     assert all(name.startswith(allowed) for name in ours(path))
 
 

@@ -72,12 +72,20 @@ class Source(_Strict):
 
 
 class Quality(_Strict):
-    """Measured on held-out text; absent until it was."""
+    """Measured on held-out text (docs/quality.md); absent until it was. The last three compare with the unquantized model,
+    where there was one to run."""
 
-    text: str
-    num_tokens: int
+    text: str  # name of the file
+    sha256: str  # of the file
+    num_tokens: int = Field(gt=0)  # predicted
+    window: int = Field(gt=0)  # tokens of the text that are read from an empty cache
+    skip_windows: int = Field(default=0, ge=0)  # of the text, before the first one that was read
+    runtime: Runtime  # what ran the weights: where the engine itself could not run, another one that was made of them
+    matmul_accuracy: Literal["int8", "fp32"] | None = None  # of onnxruntime: as in config.pbtxt
     perplexity: float
     reference_perplexity: float | None = None
+    top1_agreement: float | None = Field(default=None, ge=0, le=1)  # part of the tokens that both think likeliest
+    kl_divergence: float | None = Field(default=None, ge=0)  # KL(reference || engine), nats a token
 
 
 class Profile(_Strict):
