@@ -5,19 +5,27 @@ So all of the TensorRT executor but TensorRT itself is tested without a GPU: cal
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnxruntime as ort
+import pytest
 import torch
 
+import build_engines.engine
+from build_engines.checkpoint.types import Checkpoint
+from build_engines.engine import EngineOptions, write_engine
+from build_engines.graph.numerics import Numerics
 from llm_runtime.executors.trt import TrtExecutor
 from llm_runtime.executors.trt_bindings import TensorSpec, io_table, largest_sizes
-from llm_runtime.manifest import EngineManifest, Plan, read_manifest
+from llm_runtime.manifest import EngineManifest, FloatName, Plan, read_manifest
+from tests.engines import PAGE_SIZE
 from tests.manifests import with_plan
 
-NUMPY_TYPES = {"fp32": np.float32, "int32": np.int32, "int64": np.int64}
+NUMPY_TYPES = {"fp32": np.float32, "fp16": np.float16, "int32": np.int32, "int64": np.int64}
 
 
 class OrtRunner:
@@ -56,6 +64,22 @@ class OrtRunner:
 
 def make_executor(engine: Path, plan: Plan, num_pages: int = 64) -> tuple[TrtExecutor, OrtRunner]:
     """The TensorRT executor over the standard graph of an engine that was built for ONNX Runtime."""
-    manifest = read_manifest(engine)
-    runner = OrtRunner(engine / manifest.graphs["standard"], with_plan(manifest, plan))
-    return TrtExecutor(with_plan(manifest, plan), num_pages, runner, torch.device("cpu")), runner
+    manifest = with_plan(read_manifest(engine), plan)
+    runner = OrtRunner(engine / "graph.onnx", manifest)
+    return TrtExecutor(manifest, num_pages, runner, torch.device("cpu")), runner
+
+
+def write_graph_for_tensorrt(
+    checkpoint: Checkpoint, folder: Path, compute: FloatName, plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> EngineManifest:
+    """An engine folder with the graph that TensorRT would compile, in place of what it would make of it."""
+
+    def keep_graph(graph: Path, target: Path, *rest: Any) -> Plan:
+        for path in graph.parent.iterdir():
+            shutil.copy2(path, target / path.name)
+        return plan
+
+    monkeypatch.setattr(build_engines.engine, "compile_plan", keep_graph)
+    numerics = Numerics("tensorrt-rtx", compute, compute, compute)
+    options = EngineOptions("tiny", lm_head=compute, page_size=PAGE_SIZE, numerics=numerics)
+    return write_engine(checkpoint, folder, options, lambda fraction: None)

@@ -59,8 +59,10 @@ def random_case(seed: int) -> Case:
     return logits, states, token_ids
 
 
-def choose_on_device(logits: np.ndarray, states: Sequence[SamplerState], token_ids: Sequence[Sequence[int]]) -> list[Choice]:
-    before = torch.from_numpy(logits.copy())
+def choose_on_device(
+    logits: np.ndarray, states: Sequence[SamplerState], token_ids: Sequence[Sequence[int]], device: str = "cpu"
+) -> list[Choice]:
+    before = torch.from_numpy(logits.copy()).to(device)
     given = before.clone()
     choices = torch_sampler.choose(given, states, token_ids)
     assert torch.equal(given.nan_to_num(), before.nan_to_num()), "logits are left alone"

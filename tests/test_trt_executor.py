@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import pytest
+import torch
 from tokenizers import Tokenizer
 
+from build_engines.checkpoint.hf import HfCheckpoint
 from llm_runtime.engine import Engine, EngineConfig
 from llm_runtime.executors.base import Executor, Row
-from llm_runtime.executors.trt_bindings import DECODE, PREFILL
+from llm_runtime.executors.trt import TrtExecutor
+from llm_runtime.executors.trt_bindings import ALIGNMENT, DECODE, PREFILL, io_table
+from llm_runtime.manifest import BYTES
 from llm_runtime.types import GenerationRequest, SamplingParams
 from tests.engines import PAGE_SIZE, load_executor, log_softmax, run_in_chunks
-from tests.manifests import make_plan
-from tests.ort_runner import make_executor
+from tests.manifests import make_manifest, make_plan, with_plan
+from tests.ort_runner import OrtRunner, make_executor, write_graph_for_tensorrt
 from tests.tiny_models import TINY_FAMILIES, VOCAB_SIZE
 
 TOLERANCE = 2e-4  # of log-probabilities: float32 summed in another order
@@ -119,6 +125,46 @@ def test_a_copied_page_reads_the_same(shelf):
     executor.copy_page(1, 5)
     executor.execute([Row([3] * 8, 0, [1], 0)])
     np.testing.assert_allclose(log_softmax(executor.execute([Row([tokens[8]], 8, [5, 6], 1)]))[0], wanted, atol=1e-6)
+
+
+def test_a_graph_in_16_bits_runs_on_pages_of_16_bits(shelf, tmp_path, monkeypatch):
+    """The graph that TensorRT compiles, which ONNX Runtime can run too, against float32."""
+    tokens = [int(token) for token in np.random.default_rng(7).integers(3, VOCAB_SIZE, 61)]
+    pages = [9, 3, 17, 4, 30, 2, 8, 21]
+    checkpoint = HfCheckpoint(shelf.checkpoint("llama"))
+    manifest = write_graph_for_tensorrt(checkpoint, tmp_path / "engine", "fp16", PLAN, monkeypatch)
+    assert manifest.precision.kv_cache == "fp16"
+    executor = TrtExecutor(manifest, NUM_PAGES, OrtRunner(tmp_path / "engine" / "graph.onnx", manifest), torch.device("cpu"))
+    wanted = run_in_chunks(load_executor(shelf.engine("llama"), attention="standard"), tokens, [61], pages)
+    got = run_in_chunks(executor, tokens, [20, 1, 1, 1, 30, 8], pages)
+    assert 1e-5 < np.abs(got - wanted).mean() < 0.02
+
+
+@pytest.mark.parametrize("kv_cache", ["fp32", "fp16", "bf16", "fp8"])
+@pytest.mark.parametrize(("page_size", "head_dim"), [(16, 32), (1, 8), (5, 24)])
+def test_every_layers_pages_have_aligned_memory_of_their_own(kv_cache, page_size, head_dim):
+    manifest = with_plan(make_manifest(num_layers=3, page_size=page_size, head_dim=head_dim), PLAN, kv_cache=kv_cache)
+    bound = Bound()
+    TrtExecutor(manifest, 7, bound, torch.device("cpu"))
+    starts = sorted(address for name, address in bound.addresses.items() if "_pages." in name)
+    size = (7 + 1) * page_size * 2 * head_dim * BYTES[kv_cache]
+    assert len(starts) == 6
+    assert all(b - a >= size and (b - a) % ALIGNMENT == 0 for a, b in pairwise(starts))
+    assert set(bound.addresses) == {spec.name for spec in io_table(manifest)}
+
+
+class Bound:
+    """A runner that only keeps what it is told."""
+
+    description = ""
+
+    def bind(self, addresses: Mapping[str, int], num_pages: int) -> None:
+        self.addresses = addresses
+
+    def run(self, profile: int, sizes: Mapping[str, int]) -> None:
+        raise AssertionError("nothing is to be run")
+
+    def close(self) -> None: ...
 
 
 def generate(executor: Executor, tokenizer: Tokenizer, requests: list[GenerationRequest]) -> dict[str, list[int]]:

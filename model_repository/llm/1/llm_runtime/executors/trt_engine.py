@@ -14,7 +14,7 @@ from __future__ import annotations
 import importlib
 import logging
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from llm_runtime.errors import EngineError
-from llm_runtime.executors.trt_bindings import DECODE, check_engine, io_table
+from llm_runtime.executors.trt_bindings import DECODE, TensorSpec, check_engine, io_table
 from llm_runtime.manifest import EngineManifest, Plan, Runtime
 
 log = logging.getLogger(__name__)
@@ -118,7 +118,7 @@ class TrtRunner:
         if context.graph is not None:
             context.graph.replay()
         else:
-            self._enqueue(context)
+            self._enqueue(context.trt)
         context.num_runs += 1
 
     def close(self) -> None:
@@ -153,8 +153,10 @@ class TrtRunner:
             self._check(made.set_tensor_address(name, address), "address of", name)
         return _Context(made, self._specs, self._num_pages)
 
-    def _enqueue(self, context: _Context) -> None:
-        self._check(context.trt.execute_async_v3(torch.cuda.current_stream().cuda_stream), "run of", context.sizes)
+    def _enqueue(self, made: Any) -> None:
+        self._check(
+            made.execute_async_v3(torch.cuda.current_stream().cuda_stream), "run of profile", made.active_optimization_profile
+        )
 
     def _capture(self, context: _Context) -> None:
         """Into a CUDA graph; where that fails, the reason is logged and no graphs are used any more."""
@@ -162,7 +164,7 @@ class TrtRunner:
         try:
             graph.capture_begin(capture_error_mode="thread_local")
             try:
-                self._enqueue(context)
+                self._enqueue(context.trt)
             finally:
                 graph.capture_end()
         except (EngineError, RuntimeError) as error:
@@ -180,24 +182,24 @@ class TrtRunner:
 
 
 class _Context:
-    """An execution context, the sizes it is set to, and its graph once it has one."""
+    """An execution context, the shapes it is set to, and its graph once it has one."""
 
-    def __init__(self, context: Any, specs: list, num_pages: int) -> None:
+    def __init__(self, context: Any, specs: Sequence[TensorSpec], num_pages: int) -> None:
         self.trt = context
         self.graph: torch.cuda.CUDAGraph | None = None
         self.num_runs = 0
-        self.sizes: dict[str, int] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
         self._specs = specs
         self._num_pages = num_pages
 
     def set_sizes(self, sizes: Mapping[str, int]) -> None:
-        if sizes == self.sizes:
-            return
         for spec in self._specs:
             shape = spec.shape({"N": self._num_pages, **sizes})
+            if shape == self._shapes.get(spec.name):
+                continue
             if not self.trt.set_input_shape(spec.name, shape):
                 raise EngineError(f"TensorRT refused the shape {list(shape)} of {spec.name}")
-        self.sizes = dict(sizes)
+            self._shapes[spec.name] = shape
 
 
 class _RuntimeCache:
