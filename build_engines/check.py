@@ -20,7 +20,7 @@ def check_engine(folder: Path) -> None:
             raise BuildError(f"{folder}: made for onnxruntime, which is not installed")
         return
     installed = load_compiler(manifest.runtime).__version__
-    if installed != plan.tensorrt_version:
+    if not plan.fits(installed):
         raise BuildError(f"{folder}: made by {manifest.runtime} {plan.tensorrt_version}; installed is {installed}")
     here = gpu_at_hand()
     wanted = ", ".join(plan.compute_capabilities)

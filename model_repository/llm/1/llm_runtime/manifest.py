@@ -109,6 +109,10 @@ class Plan(_Strict):
     decode: Profile
     max_pages: int = Field(gt=0)  # N
 
+    def fits(self, installed: str) -> bool:
+        """Whether this version of TensorRT may load the plan: the same major and minor one; it refuses the rest itself."""
+        return installed.split(".")[:2] == self.tensorrt_version.split(".")[:2]
+
 
 class EngineManifest(_Strict):
     schema_version: Literal[2]

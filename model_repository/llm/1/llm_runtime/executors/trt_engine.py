@@ -47,7 +47,7 @@ def load_module(runtime: Runtime, plan: Plan) -> Any:
         module = importlib.import_module(MODULES[runtime])
     except (ImportError, OSError) as error:  # OSError: a shared library of it is missing
         raise EngineError(f"the engine runs with {runtime}, which cannot be imported: {_one_line(error)}; {install}") from error
-    if module.__version__.split(".")[:2] != wanted.split("."):
+    if not plan.fits(module.__version__):
         raise EngineError(
             f"{plan.file} was made by {runtime} {plan.tensorrt_version}, and {module.__version__} is installed: {install}, or"
             " build the engine again"
