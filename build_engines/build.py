@@ -22,6 +22,8 @@ from llm_runtime.manifest import MANIFEST_NAME
 Report = Callable[[str, float], None]
 DEMO = "demo"
 DEFAULT_PRECISION, DEFAULT_BLOCK_SIZE = "int4", 128
+# Of a mixture: where some layers take 8 bits anyway, finer scales of the rest pay more than wider layers (docs/quality.md).
+MIXED_BLOCK_SIZE = 64
 # A step over a longer context needs memory for all of it, for every row (docs/engines.md).
 TENSORRT_CONTEXT = 8192
 
@@ -30,8 +32,8 @@ TENSORRT_CONTEXT = 8192
 class BuildOptions:
     """What the user asked for; see `python -m build_engines build --help`.
 
-    `wanted.precision` None: the checkpoint's own where it is quantized, else INT4. block_size None: likewise, else 128. What
-    `compiler` says of compute capabilities does not count; `wanted` says it.
+    `wanted.precision` None: the checkpoint's own where it is quantized, else INT4. block_size None: likewise, else 128, or
+    64 of a mixture. What `compiler` says of compute capabilities does not count; `wanted` says it.
     """
 
     model: str
@@ -185,7 +187,7 @@ def recipe_for(options: BuildOptions, wanted: Wanted, resolved: Resolved) -> Rec
         raise BuildError(f"--effective-bits {options.effective_bits}: only with --precision mixed")
     return Recipe(
         precision="none" if precision in FLOATS else precision,
-        block_size=options.block_size or DEFAULT_BLOCK_SIZE,
+        block_size=options.block_size or (MIXED_BLOCK_SIZE if precision == "mixed" else DEFAULT_BLOCK_SIZE),
         algorithm=options.algorithm,
         activations=resolved.activations is not None,
         effective_bits=options.effective_bits,

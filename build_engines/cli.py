@@ -84,7 +84,8 @@ def build_command(
         ),
     ] = None,
     block_size: Annotated[
-        int | None, typer.Option(help="INT4 weights that share one scale: 64 or 128 (default).", rich_help_panel=WEIGHTS)
+        int | None,
+        typer.Option(help="INT4 weights that share one scale: 64 (default of mixed) or 128.", rich_help_panel=WEIGHTS),
     ] = None,
     algorithm: Annotated[
         AlgorithmName, typer.Option(help="How INT4 weights are found.", rich_help_panel=WEIGHTS)

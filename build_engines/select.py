@@ -26,7 +26,7 @@ from build_engines.build import (
 )
 from build_engines.card import size_bytes
 from build_engines.checkpoint.modelopt import ModeloptCheckpoint
-from build_engines.checkpoint.types import Checkpoint, DecoderConfig, bits_per_weight, linear_names, linear_shape
+from build_engines.checkpoint.types import Checkpoint, DecoderConfig, bits_per_weight
 from build_engines.errors import BuildError
 from build_engines.evaluate import (
     WINDOW,
@@ -178,7 +178,7 @@ def _plan(
         its = replace(
             options,
             wanted=replace(options.wanted, precision=candidate.precision),
-            block_size=candidate.block_size or _largest_block(config),
+            block_size=candidate.block_size,
             effective_bits=candidate.effective_bits,
         )
         try:
@@ -192,13 +192,6 @@ def _plan(
             continue
         plan.append(_Planned(candidate, its, resolved, recipe))
     return skipped, plan
-
-
-def _largest_block(config: DecoderConfig) -> int:
-    """Of INT4 in a mixture: the fewest bits that the model's layers allow."""
-    widths = [linear_shape(config, name)[1] for name in linear_names(config)]
-    fitting = [size for size in BLOCK_SIZES if not any(width % size for width in widths)]
-    return max(fitting, default=max(BLOCK_SIZES))
 
 
 @dataclass(frozen=True)
