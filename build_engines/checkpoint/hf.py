@@ -42,6 +42,8 @@ TOKENIZER_FILES = (
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.tiktoken", "merges.txt", "vocab.txt"]
 # Exported by old versions of transformers, derived from the config, read by nobody.
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".masked_bias")
+# Said where another quantization is refused.
+_READABLE = "nvidia-modelopt's exports, gptq (4 bits), awq (4 bits, version gemm) and bitsandbytes (nf4, fp4)"
 
 
 def read_config(folder: Path) -> DecoderConfig:
@@ -103,10 +105,17 @@ def read_config(folder: Path) -> DecoderConfig:
 class HfCheckpoint:
     """A folder in Hugging Face's layout; see `types.Checkpoint` for the contract.
 
+    precision: of weights that an engine takes as they are ("int4", ...); None: they are to be quantized, or left. kv_cache:
+    "FP8" where there are scales for it.
+
     Raises BuildError when opened on a folder where a file, or a tensor of the right shape, is missing.
     """
 
     format = "hf"
+    warnings: tuple[str, ...] = ()
+    is_dequantized = False
+    precision: str | None = None
+    kv_cache: str | None = None
 
     def __init__(self, folder: Path, model: str | None = None, revision: str | None = None) -> None:
         self.folder = folder
@@ -121,10 +130,9 @@ class HfCheckpoint:
 
     def _open_quantization(self) -> None:
         """Reads, or refuses, what the folder says of quantized weights, and sets `_quantization` to its name."""
-        quantization = read_json(self.folder / "config.json").get("quantization_config")
-        if quantization:
-            method = quantization.get("quant_method", "an unknown method")
-            raise BuildError(f"{self.folder}: weights quantized with {method} are not supported; use the unquantized model")
+        if quantization_config(self.folder):
+            method = quantization_method(self.folder) or "an unknown method"
+            raise BuildError(f"{self.folder}: weights quantized with {method} are not supported; supported are {_READABLE}")
 
     def linear(self, name: str) -> LinearWeights:
         weight = self._linear_weight_name(name)
@@ -179,7 +187,7 @@ class _TensorFiles:
         from safetensors import SafetensorError, safe_open
 
         index = folder / "model.safetensors.index.json"
-        names = sorted(set(read_json(index)["weight_map"].values())) if index.is_file() else ["model.safetensors"]
+        names = sorted(set(read_json(index)["weight_map"].values())) if index.is_file() else [_only_file(folder)]
         self._file_of: dict[str, Any] = {}
         self._stack = ExitStack()
         for name in names:
@@ -219,6 +227,31 @@ class _TensorFiles:
         if tensor.dtype == torch.float8_e4m3fn:
             return tensor.view(torch.uint8).numpy().view(ml_dtypes.float8_e4m3fn)
         return tensor.numpy()
+
+
+def _only_file(folder: Path) -> str:
+    """model.safetensors, or the one that is there by another name: AutoGPTQ named it by the bits and the group."""
+    found = [path.name for path in folder.glob("*.safetensors")]
+    return found[0] if len(found) == 1 else "model.safetensors"
+
+
+def quantization_config(folder: Path) -> dict[str, Any] | None:
+    """What config.json says of quantized weights; None: they are not. Raises BuildError if that is not an object."""
+    raw = read_json(folder / "config.json")
+    # compressed-tensors' first versions had a name of their own.
+    settings = raw.get("quantization_config") or raw.get("compression_config")
+    if settings and not isinstance(settings, dict):
+        raise BuildError(f"{folder / 'config.json'}: quantization_config is not an object")
+    return settings or None
+
+
+def quantization_method(folder: Path) -> str | None:
+    """Name of the method in config.json ("gptq", "awq", "bitsandbytes", ...); None: none is named."""
+    settings = quantization_config(folder) or {}
+    # transformers did not name the method while there was but one.
+    is_old = "load_in_4bit" in settings or "load_in_8bit" in settings
+    method = settings.get("quant_method") or ("bitsandbytes" if is_old else None)
+    return None if method is None else str(method)
 
 
 def fetch_from_hub(model: str, revision: str | None = None) -> tuple[Path, str]:

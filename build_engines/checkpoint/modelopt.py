@@ -23,6 +23,7 @@ import ml_dtypes
 import numpy as np
 
 from build_engines.checkpoint.hf import HfCheckpoint, read_json
+from build_engines.checkpoint.packing import unpack_nibbles
 from build_engines.checkpoint.types import (
     FP4_BLOCK,
     Fp4Weights,
@@ -82,10 +83,7 @@ def pack_int4(values: np.ndarray) -> np.ndarray:
 
 def unpack_fp4(packed: np.ndarray) -> np.ndarray:
     """The float4_e2m1fn [out, in] values of uint8 [out, in / 2], whose low nibbles come first."""
-    codes = np.empty((packed.shape[0], packed.shape[1] * 2), np.uint8)
-    codes[:, 0::2] = packed & 0x0F
-    codes[:, 1::2] = packed >> 4
-    return codes.view(ml_dtypes.float4_e2m1fn)
+    return unpack_nibbles(packed).view(ml_dtypes.float4_e2m1fn)
 
 
 def is_modelopt_folder(folder: Path) -> bool:

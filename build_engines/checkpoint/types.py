@@ -201,12 +201,19 @@ class Source:
 
     model: str  # hub id, or the file or folder as the user gave it
     revision: str | None  # commit of a hub model
-    format: str  # "hf", "gguf" or "modelopt"
-    quantization: str | None = None  # "int4_awq", ... as the exporter wrote it; None: full precision
+    format: str  # "hf", "gguf", "modelopt", "gptq", "awq" or "bitsandbytes"
+    quantization: str | None = None  # "int4_awq", "gptq", ... as the exporter wrote it; None: full precision
 
 
 class Checkpoint(Protocol):
-    """A model on disk. Opening one checks files, names and shapes; weights are read only when asked for."""
+    """A model on disk. Opening one checks files, names and shapes; weights are read only when asked for.
+
+    warnings: lines for the user on what is lost. is_dequantized: the file's weights are of a kind that no engine has, and
+    `linear` gives dequantized ones; the quantizer reads them after `dequantize_to`.
+    """
+
+    warnings: tuple[str, ...] = ()
+    is_dequantized: bool = False
 
     @property
     def config(self) -> DecoderConfig: ...
