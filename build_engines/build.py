@@ -9,9 +9,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from build_engines import calibration, quantize
-from build_engines.checkpoint import gguf, hf
-from build_engines.checkpoint.modelopt import ModeloptCheckpoint, is_modelopt_folder
-from build_engines.checkpoint.types import Checkpoint, linear_facts, linear_names
+from build_engines.checkpoint import dequantize_to, gguf, hf, open_checkpoint
+from build_engines.checkpoint.hf import HfCheckpoint
+from build_engines.checkpoint.modelopt import ModeloptCheckpoint
+from build_engines.checkpoint.types import linear_facts, linear_names
 from build_engines.compile import CompileOptions, load_compiler, resolve_capabilities
 from build_engines.engine import EngineOptions, write_engine
 from build_engines.errors import BuildError
@@ -20,6 +21,7 @@ from build_engines.targets import FLOATS, Resolved, Wanted, check_target, resolv
 from llm_runtime.manifest import MANIFEST_NAME
 
 Report = Callable[[str, float], None]
+Say = Callable[[str], None]
 DEMO = "demo"
 DEFAULT_PRECISION, DEFAULT_BLOCK_SIZE = "int4", 128
 # Of a mixture: where some layers take 8 bits anyway, finer scales of the rest pay more than wider layers (docs/quality.md).
@@ -49,8 +51,9 @@ class BuildOptions:
     compiler: CompileOptions = field(default_factory=CompileOptions)
 
 
-def build(options: BuildOptions, output: Path, report: Report) -> None:
-    """Write the engine into `output`. `report` is called with a step's name and the fraction of it that is done.
+def build(options: BuildOptions, output: Path, report: Report, say: Say = lambda line: None) -> None:
+    """Write the engine into `output`. `report` is called with a step's name and the fraction of it that is done, `say` with
+    what the user should know.
 
     Everything that can be refused is refused before the work starts. Raises BuildError.
     """
@@ -61,9 +64,9 @@ def build(options: BuildOptions, output: Path, report: Report) -> None:
     text = calibration.read_text(options.calibration) if options.calibration else None
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}-") as scratch:
-        checkpoint = open_model(options, Path(scratch), report)
+        checkpoint = open_model(options, Path(scratch), report, say)
         check_context(options, checkpoint)
-        if isinstance(checkpoint, ModeloptCheckpoint):
+        if is_quantized(checkpoint):
             wanted = _as_it_is(options, wanted, checkpoint)
             resolved = resolve(wanted, checkpoint.config.family)
         else:
@@ -76,7 +79,7 @@ def build(options: BuildOptions, output: Path, report: Report) -> None:
         place(Path(scratch) / "engine", output)
 
 
-def write(options: BuildOptions, checkpoint: Checkpoint, resolved: Resolved, folder: Path, report: Report) -> None:
+def write(options: BuildOptions, checkpoint: HfCheckpoint, resolved: Resolved, folder: Path, report: Report) -> None:
     """The engine of an open checkpoint, quantized or not, into `folder`. Raises BuildError where TensorRT cannot compile it."""
     engine_options = EngineOptions(
         name=_short_name(options.model),
@@ -114,7 +117,12 @@ def check_output(output: Path) -> None:
         raise BuildError(f"{output} exists and is not an engine folder; choose another --output")
 
 
-def open_model(options: BuildOptions, scratch: Path, report: Report) -> Checkpoint:
+def is_quantized(checkpoint: HfCheckpoint) -> bool:
+    """Whether an engine takes its weights, or the scales of its cache, as they are."""
+    return checkpoint.precision is not None or checkpoint.kv_cache is not None
+
+
+def open_model(options: BuildOptions, scratch: Path, report: Report, say: Say) -> HfCheckpoint:
     """The checkpoint of a hub id, a folder, a GGUF file, or the demo; what cannot be used is refused on its small files."""
     path = Path(options.model).expanduser()
     revision = None
@@ -132,26 +140,27 @@ def open_model(options: BuildOptions, scratch: Path, report: Report) -> Checkpoi
         report("Downloading", 0.0)
         folder, revision = hf.fetch_from_hub(options.model, options.revision)
         report("Downloading", 1.0)
-    opened = ModeloptCheckpoint if is_modelopt_folder(folder) else hf.HfCheckpoint
-    checkpoint = opened(folder, model=options.model, revision=revision)
+    checkpoint = open_checkpoint(folder, model=options.model, revision=revision)
+    for warning in checkpoint.warnings:
+        say(f"warning: {warning}")
     if folder == scratch / "checkpoint":
         checkpoint.source = replace(checkpoint.source, format="gguf")
     return checkpoint
 
 
-def check_context(options: BuildOptions, checkpoint: Checkpoint) -> None:
+def check_context(options: BuildOptions, checkpoint: HfCheckpoint) -> None:
     """Raises BuildError where the model was made for less."""
     longest = checkpoint.config.max_context
     if options.max_context and options.max_context > longest:
         raise BuildError(f"--max-context {options.max_context}: the model was made for up to {longest} tokens")
 
 
-def _default_context(checkpoint: Checkpoint, resolved: Resolved) -> int:
+def _default_context(checkpoint: HfCheckpoint, resolved: Resolved) -> int:
     longest = checkpoint.config.max_context
     return min(longest, TENSORRT_CONTEXT) if resolved.numerics.is_tensorrt else longest
 
 
-def _as_it_is(options: BuildOptions, wanted: Wanted, checkpoint: ModeloptCheckpoint) -> Wanted:
+def _as_it_is(options: BuildOptions, wanted: Wanted, checkpoint: HfCheckpoint) -> Wanted:
     """What is wanted of a checkpoint that is quantized already; refused where it is something else, since nothing is quantized
     twice."""
     facts = {linear_facts(checkpoint.linear(name)) for name in linear_names(checkpoint.config)[:7]}
@@ -197,12 +206,17 @@ def recipe_for(options: BuildOptions, wanted: Wanted, resolved: Resolved) -> Rec
 
 
 def quantize_checkpoint(
-    options: BuildOptions, checkpoint: Checkpoint, recipe: Recipe, scratch: Path, text: str | None, report: Report
-) -> Checkpoint:
+    options: BuildOptions, checkpoint: HfCheckpoint, recipe: Recipe, scratch: Path, text: str | None, report: Report
+) -> HfCheckpoint:
     """The checkpoint quantized, in the options' `save_checkpoint` or else in `scratch`; its source is still the original's."""
     step = f"Quantizing ({recipe})"
     folder = options.save_checkpoint or scratch / "quantized"
-    quantize.quantize(checkpoint.folder, folder, recipe, text, lambda fraction: report(step, fraction))
+    original = checkpoint.folder
+    if checkpoint.is_dequantized:
+        original = scratch / "dequantized"
+        if not (original / "config.json").is_file():
+            dequantize_to(checkpoint, original, lambda fraction: report("Dequantizing", fraction))
+    quantize.quantize(original, folder, recipe, text, lambda fraction: report(step, fraction))
     quantized = ModeloptCheckpoint(folder)
     quantized.source = replace(checkpoint.source, quantization=quantized.source.quantization)
     return quantized

@@ -197,7 +197,7 @@ def build_command(
     if model == DEMO:
         console.print(DEMO_TERMS, soft_wrap=True)
     with one_line_errors(), progress_bars() as report:
-        build(options, output, report)
+        build(options, output, report, lambda line: console.print(line, soft_wrap=True, markup=False))
     console.print(f"Built {output}")
     console.print(engine_card(output))
 

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from build_engines import calibration
-from build_engines.build import BuildOptions, Report, build
+from build_engines.build import BuildOptions, Report, Say, build
 from build_engines.compile import gpu_at_hand
 from build_engines.errors import BuildError
 from build_engines.targets import Wanted
@@ -40,7 +40,6 @@ NUM_WINDOWS = 8
 CHUNK = 128  # tokens whose logits are held at a time: a vocabulary of 262,144 makes each a megabyte
 
 MatmulAccuracy = Literal["int8", "fp32"]
-Say = Callable[[str], None]
 
 
 class HeldOut:

@@ -15,8 +15,10 @@ from build_engines import calibration
 from build_engines.build import (
     BuildOptions,
     Report,
+    Say,
     check_context,
     check_output,
+    is_quantized,
     known_target,
     open_model,
     place,
@@ -25,13 +27,12 @@ from build_engines.build import (
     write,
 )
 from build_engines.card import size_bytes
-from build_engines.checkpoint.modelopt import ModeloptCheckpoint
-from build_engines.checkpoint.types import Checkpoint, DecoderConfig, bits_per_weight
+from build_engines.checkpoint.hf import HfCheckpoint
+from build_engines.checkpoint.types import DecoderConfig, bits_per_weight
 from build_engines.errors import BuildError
 from build_engines.evaluate import (
     WINDOW,
     Conditions,
-    Say,
     Subject,
     measure,
     open_subject,
@@ -136,8 +137,8 @@ def select(
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}-") as folder:
         scratch = Path(folder)
-        checkpoint = open_model(options, scratch, report)
-        if isinstance(checkpoint, ModeloptCheckpoint):
+        checkpoint = open_model(options, scratch, report, say)
+        if is_quantized(checkpoint):
             raise BuildError(f"{options.model}: a checkpoint quantized already leaves nothing to select; use build")
         check_context(options, checkpoint)
         tokenizer, bos = checkpoint.folder / "tokenizer.json", checkpoint.config.bos_token_id
@@ -198,7 +199,7 @@ def _plan(
 class _Trial:
     """What all candidates share."""
 
-    checkpoint: Checkpoint
+    checkpoint: HfCheckpoint
     conditions: Conditions
     is_here: bool  # whether engines for the target can be run on this machine
     max_increase: float
@@ -253,7 +254,7 @@ class _Trial:
         place(engine, output)
         return replace(tried, verdict=KEPT)
 
-    def _measurable(self, planned: _Planned, made: Checkpoint, folder: Path, report: Report) -> Subject:
+    def _measurable(self, planned: _Planned, made: HfCheckpoint, folder: Path, report: Report) -> Subject:
         """The engine for the target where that runs here; else one for ONNX Runtime that differs from it only in arithmetic."""
         resolved = planned.resolved
         if not self.is_here:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -12,12 +13,23 @@ import pytest
 from typer.testing import CliRunner
 
 from build_engines.build import BuildOptions, build
+from build_engines.checkpoint import open_checkpoint
 from build_engines.checkpoint.modelopt import ModeloptCheckpoint
 from build_engines.cli import app
 from build_engines.targets import Wanted
 from llm_runtime.manifest import read_manifest
 from tests.building import one_thread, refused  # noqa: F401 - one_thread acts by being here
-from tests.engines import PAGE_SIZE, RECIPES, TEXT, EngineShelf, load_executor, run_in_chunks
+from tests.engines import (
+    PAGE_SIZE,
+    RECIPES,
+    TEXT,
+    EngineShelf,
+    dequantized_model,
+    load_executor,
+    reference_logprobs,
+    run_in_chunks,
+)
+from tests.packers import Packed, pack_awq, pack_bitsandbytes, pack_gptq
 from tests.tiny_models import make_tiny_model
 
 PROMPT = list(range(3, 40))
@@ -56,6 +68,41 @@ def test_a_quantized_checkpoint_stays_as_it_is(
     assert manifest.precision.activations == activations
     assert manifest.source.quantization == checkpoint.source.quantization == manifest.precision.algorithm
     assert (checkpoint.folder / "model.safetensors").read_bytes() == before
+
+
+@pytest.mark.parametrize("group_size", [64, 128])
+def test_gptq_goes_into_the_engine_as_it_is(shelf: EngineShelf, tmp_path: Path, group_size: int) -> None:
+    packed = pack_gptq(shelf.checkpoint("llama"), tmp_path / "gptq", group_size)
+    said: list[str] = []
+    options = BuildOptions(str(packed.folder), Wanted(lm_head="fp32"), page_size=PAGE_SIZE)
+    build(options, tmp_path / "engine", lambda step, fraction: None, said.append)
+    precision = read_manifest(tmp_path / "engine").precision
+    assert (precision.weights, precision.block_size, precision.algorithm) == ("int4", group_size, "gptq")
+    assert said == []
+    expected = reference_logprobs(dequantized_model(shelf.checkpoint("llama"), open_checkpoint(packed.folder)), PROMPT)
+    np.testing.assert_allclose(logits(tmp_path / "engine"), expected, atol=1e-3)
+    message = refused(lambda: built(packed.folder, tmp_path / "other", Wanted(precision="fp8")))
+    assert message.endswith("a checkpoint quantized already (int4) stays as it is; use --precision int4")
+
+
+@pytest.mark.parametrize("pack", [pack_awq, pack_bitsandbytes])
+@pytest.mark.parametrize("precision", ["fp32", "int8"])
+def test_weights_of_no_engine_are_dequantized_and_the_user_is_told(
+    shelf: EngineShelf, tmp_path: Path, pack: Callable[..., Packed], precision: str
+) -> None:
+    packed = pack(shelf.checkpoint("llama"), tmp_path / "packed")
+    said: list[str] = []
+    options = BuildOptions(str(packed.folder), Wanted(precision=precision), page_size=PAGE_SIZE)
+    build(options, tmp_path / "engine", lambda step, fraction: None, said.append)
+    (warning,) = said
+    assert warning.startswith(f"warning: {open_checkpoint(packed.folder).format} weights")
+    assert "dequantized" in warning
+    manifest = read_manifest(tmp_path / "engine")
+    assert manifest.precision.weights == precision
+    assert manifest.source.model == str(packed.folder)
+    expected = reference_logprobs(dequantized_model(shelf.checkpoint("llama"), open_checkpoint(packed.folder)), PROMPT)
+    difference = np.abs(logits(tmp_path / "engine") - expected)
+    assert difference.max() < 1e-3 if precision == "fp32" else 0 < difference.mean() < 0.1
 
 
 def test_one_quantization_serves_every_target(shelf: EngineShelf, tmp_path: Path) -> None:
@@ -142,7 +189,7 @@ class TestRefusals:
         message = refused(
             lambda: built(shelf.checkpoint("llama"), tmp_path / "engine", Wanted(precision="mixed"), effective_bits=3.0)
         )
-        assert message.startswith("--effective-bits 3.0: INT4 in blocks of 128 takes 4.125 bits")
+        assert message.startswith("--effective-bits 3.0: INT4 in blocks of 64 takes 4.25 bits")
 
 
 class TestCommands:
