@@ -1,9 +1,14 @@
 """The graph's numbers against transformers on the same weights, in every family, with either attention."""
 
+import shutil
+
 import numpy as np
 import pytest
+from safetensors.torch import load_file, save_file
 
+from build_engines.build import BuildOptions, build
 from build_engines.engine import EngineOptions, write_engine
+from build_engines.targets import Wanted
 from llm_runtime.executors.base import Row
 from tests.engines import (
     PAGE_SIZE,
@@ -15,6 +20,8 @@ from tests.engines import (
     reference_model,
     run_in_chunks,
 )
+from tests.manifests import make_plan
+from tests.ort_runner import make_executor
 from tests.tiny_models import TINY_FAMILIES, VOCAB_SIZE
 
 TOLERANCE = 2e-4  # of log-probabilities: float32 summed in another order
@@ -86,6 +93,33 @@ def test_a_quantized_head_stays_near_the_float_one(shelf, family, lm_head, bound
     executor = load_executor(shelf.engine(family, lm_head=lm_head), attention="standard")
     difference = np.abs(run_in_chunks(executor, PROMPT, [61], PAGES) - expected)
     assert 0 < difference.mean() < bound
+
+
+@pytest.fixture(scope="module")
+def overflowing(shelf, tmp_path_factory):
+    """An engine in which token 5 has keys and values that are not finite."""
+    folder = shutil.copytree(shelf.checkpoint("llama"), tmp_path_factory.mktemp("overflowing") / "checkpoint")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.embed_tokens.weight"][5] = float("inf")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    output = folder.with_name("engine")
+    build(BuildOptions(str(folder), Wanted(precision="fp32"), page_size=PAGE_SIZE), output, lambda step, fraction: None)
+    return output
+
+
+@pytest.mark.parametrize("make", ["standard", "fused", "tensorrt"])
+def test_what_is_not_finite_does_not_reach_the_next_owner_of_its_pages(overflowing, make):
+    if make == "tensorrt":
+        plan = make_plan(max_batch=4, max_step_tokens=16, max_prefill_rows=2, max_row_pages=8)
+        executor, _ = make_executor(overflowing, plan)
+    else:
+        executor = load_executor(overflowing, attention=make)
+    prompt = [token for token in PROMPT[:11] if token != 5]
+    expected = run_in_chunks(executor, prompt, [3] + [1] * (len(prompt) - 3), [1, 2])
+    spoiled = executor.execute([Row([5] * PAGE_SIZE, 0, [3], PAGE_SIZE)])
+    assert not np.isfinite(spoiled).all()
+    executor.execute([Row([7, 5, 5, 7, 5, 5, 5], 1, [4], 0)])
+    np.testing.assert_allclose(run_in_chunks(executor, prompt, [3] + [1] * (len(prompt) - 3), [3, 4]), expected, atol=1e-6)
 
 
 def test_a_copied_page_reads_the_same(shelf):

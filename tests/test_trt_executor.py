@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from build_engines.checkpoint.hf import HfCheckpoint
 from llm_runtime.engine import Engine, EngineConfig
 from llm_runtime.executors.base import Executor, Row
-from llm_runtime.executors.trt import TrtExecutor
+from llm_runtime.executors.trt import BITS, NOT_FINITE, TrtExecutor
 from llm_runtime.executors.trt_bindings import ALIGNMENT, DECODE, PREFILL, io_table
 from llm_runtime.manifest import BYTES
 from llm_runtime.types import GenerationRequest, SamplingParams
@@ -116,6 +116,18 @@ def test_a_row_too_long_for_a_call_gives_all_its_logits(shelf):
     wanted = run_in_chunks(load_executor(shelf.engine("llama"), attention="standard"), tokens, [61], pages)
     np.testing.assert_allclose(run_in_chunks(executor, tokens, [61], pages), wanted, atol=TOLERANCE)
     assert len(runner.calls) == 21  # 3 logits each
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("fp32", torch.float32), ("fp16", torch.float16), ("bf16", torch.bfloat16), ("fp8", torch.float8_e4m3fn)],
+)
+def test_bits_of_what_is_not_finite(name, dtype):
+    values = torch.tensor([0.0, 1.5, -448.0, float("nan"), -float("nan"), 1e-3, float("inf"), -float("inf")]).to(dtype)
+    bits = values.view(BITS[BYTES[name]])
+    found = (bits & NOT_FINITE[name]) == NOT_FINITE[name]
+    assert found.tolist() == (~torch.isfinite(values.float())).tolist()
+    assert found.any()
 
 
 def test_a_copied_page_reads_the_same(shelf):

@@ -101,6 +101,10 @@ class OrtExecutor(SamplesOnHost):
             self._session.run_with_iobinding(self._binding)
         except Exception as error:  # onnxruntime raises many unrelated classes
             raise EngineError(f"ONNX Runtime failed on {batch.num_tokens} tokens: {error}") from error
+        if self.attention == "standard":
+            # Its masked slots count 0 times what is in them, and 0 times NaN is NaN: a sequence that left the range of float32
+            # would spoil the next ones on its pages.
+            np.nan_to_num(new, copy=False, nan=0, posinf=0, neginf=0)
         self._slots[:, :, batch.slots] = new
         return logits
 

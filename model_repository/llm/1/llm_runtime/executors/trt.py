@@ -40,6 +40,8 @@ from llm_runtime.sampler import Choice, SamplerState
 
 # Keys and values are moved as bits, whatever they stand for.
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+# A number whose bits under the mask are all set is NaN or infinite (E4M3 has no infinity).
+NOT_FINITE = {"fp32": 0x7F800000, "fp16": 0x7C00, "bf16": 0x7F80, "fp8": 0x7F}
 
 
 class Runner(Protocol):
@@ -92,6 +94,7 @@ class TrtExecutor:
         self._staging: list[_Staging] = []
         self._num_parts, self._token_size = 2 * model.num_layers, model.num_kv_heads * model.head_dim
         bits = BITS[BYTES[manifest.precision.kv_cache]]
+        self._not_finite = NOT_FINITE[manifest.precision.kv_cache]
         with self._current():
             self._inputs = torch.zeros(self._layout.num_bytes, dtype=torch.uint8, device=device)
             self._logits = torch.zeros(max(s["L"] for s in sizes), self.vocab_size, device=device)
@@ -162,6 +165,9 @@ class TrtExecutor:
         new = self._new[: self._num_parts * num_tokens * self._token_size]
         offset = self._layout.offsets["slots"]
         slots = self._inputs[offset : offset + 8 * num_tokens].view(torch.int64)
+        # A slot that is masked still counts 0 times what is in it, and 0 times NaN is NaN: a sequence that left the range of
+        # its type would spoil the next ones on its pages.
+        new.masked_fill_((new & self._not_finite) == self._not_finite, 0)
         self._slots.index_copy_(1, slots, new.view(self._num_parts, num_tokens, self._token_size))
 
 
