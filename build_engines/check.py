@@ -1,10 +1,11 @@
-"""Whether an engine folder can be loaded where this runs: what `docker compose up` asks before it builds anew."""
+"""Whether an engine folder can be loaded where this runs, and is the engine that a build would make."""
 
 from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
 
+from build_engines.build import BuildOptions
 from build_engines.compile import gpu_at_hand, load_compiler
 from build_engines.errors import BuildError
 from llm_runtime.manifest import check_files, read_manifest
@@ -28,3 +29,21 @@ def check_engine(folder: Path) -> None:
         raise BuildError(f"{folder}: made for a GPU of compute capability {wanted}; this machine shows none")
     if here[0] not in plan.compute_capabilities:
         raise BuildError(f"{folder}: made for compute capability {wanted}; the GPU here, a {here[1]}, has {here[0]}")
+
+
+def check_matches(folder: Path, options: BuildOptions) -> None:
+    """Raises BuildError where the engine in `folder` is of another model, target, precision or block size than these options
+    name; what they leave open does not count. Raises EngineError where it is no engine."""
+    manifest = read_manifest(folder)
+    precision, wanted = manifest.precision, options.wanted
+    for option, asked, found in (
+        ("--model", options.model, manifest.source.model),
+        ("--target", wanted.target, manifest.runtime),
+        ("--precision", wanted.precision, precision.weights),
+        ("--block-size", options.block_size if precision.block_size else None, precision.block_size),
+        ("--revision", options.revision, manifest.source.revision),
+        ("--page-size", options.page_size, manifest.limits.page_size),
+        ("--max-context", options.max_context, manifest.limits.max_context),
+    ):
+        if asked is not None and asked != found:
+            raise BuildError(f"{folder}: {option} {asked} is asked for, and the engine there has {found}")

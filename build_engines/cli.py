@@ -11,12 +11,14 @@ from rich.console import Console
 
 from build_engines.build import DEMO, BuildOptions, build
 from build_engines.card import engine_card
-from build_engines.check import check_engine
+from build_engines.check import check_engine, check_matches
 from build_engines.checkpoint.gguf import DEMO_TERMS
 from build_engines.compile import CompileOptions
 from build_engines.console import TargetName, console, one_line_errors, progress_bars
+from build_engines.errors import BuildError
 from build_engines.quality_cli import evaluate_command, select_command
 from build_engines.targets import PRECISIONS, Wanted
+from llm_runtime.errors import EngineError
 from llm_runtime.manifest import Runtime, check_files, read_manifest
 
 app = typer.Typer(
@@ -124,6 +126,13 @@ def build_command(
     ] = 0,
     page_size: Annotated[int, typer.Option(help="Tokens of one KV-cache page.", min=1, max=256)] = 16,
     revision: Annotated[str | None, typer.Option(help="Revision of a hub model.")] = None,
+    if_needed: Annotated[
+        bool,
+        typer.Option(
+            "--if-needed",
+            help="Keep an engine that is in --output already, if it is of this model, target and precision and loads here.",
+        ),
+    ] = False,
     compute: Annotated[
         ComputeName,
         typer.Option(help="Type to calculate in; auto: fp16 (bf16 for Gemma 3).", rich_help_panel=TENSORRT),
@@ -194,12 +203,28 @@ def build_command(
             log=builder_log,
         ),
     )
+    if if_needed and _is_there(output, options):
+        return
     if model == DEMO:
         console.print(DEMO_TERMS, soft_wrap=True)
     with one_line_errors(), progress_bars() as report:
         build(options, output, report, lambda line: console.print(line, soft_wrap=True, markup=False))
     console.print(f"Built {output}")
     console.print(engine_card(output))
+
+
+def _is_there(folder: Path, options: BuildOptions) -> bool:
+    """Says why not."""
+    if not folder.exists():
+        return False
+    try:
+        check_matches(folder, options)
+        check_engine(folder)
+    except (BuildError, EngineError) as error:
+        console.print(f"Building anew: {error}", markup=False, soft_wrap=True)
+        return False
+    console.print(f"{folder} is there already", soft_wrap=True)
+    return True
 
 
 @app.command()

@@ -230,6 +230,27 @@ class TestCommands:
         (folder / "engine.json").write_text(json.dumps(manifest))
         assert "made by tensorrt-rtx 1.0.0; installed is" in self.run("check", folder).output
 
+    def test_build_if_needed_keeps_an_engine_that_matches(self, shelf: EngineShelf, tmp_path: Path) -> None:
+        model = shelf.checkpoint("llama")
+
+        def build_again(*options: object) -> str:
+            result = self.run("build", "--if-needed", "--model", model, "--output", tmp_path / "e", *options)
+            assert result.exit_code == 0, result.output
+            return result.output
+
+        assert "Built" in build_again("--precision", "fp32")
+        before = (tmp_path / "e" / "engine.json").stat().st_ino
+        assert "is there already" in build_again("--precision", "fp32", "--block-size", "64")
+        assert "is there already" in build_again()
+        assert (tmp_path / "e" / "engine.json").stat().st_ino == before
+        output = build_again("--precision", "int8")
+        assert "Building anew" in output
+        assert "--precision int8 is asked for, and the engine there has fp32" in output
+        assert read_manifest(tmp_path / "e").precision.weights == "int8"
+        (tmp_path / "e" / "weights.bin").write_bytes(b"damaged")
+        assert "weights.bin is damaged" in build_again("--precision", "int8")
+        assert "is there already" in build_again("--precision", "int8")
+
     def test_an_error_is_one_line_and_exit_status_1(self, shelf: EngineShelf, tmp_path: Path) -> None:
         result = self.run(
             "build",
