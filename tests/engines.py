@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from llm_runtime.manifest import read_manifest
 from tests.tiny_models import make_tiny_model
 
 PAGE_SIZE = 8
+TARGET: Any = os.environ.get("LLM_TEST_TARGET", "onnxruntime")  # benchmarks/gpu_check.py runs the server's tests on a GPU
 TEXT = "A small text about nothing, repeated until it is long enough to be cut into windows of tokens. " * 60
 RECIPES = {
     "int4-64-rtn": Recipe("int4", 64, "rtn"),
@@ -69,7 +71,7 @@ class EngineShelf:
         folder = self._root / f"{family}-{precision}-{block_size}-{algorithm}-{lm_head}-{max_context}-{activations}"
         options = BuildOptions(
             model=str(self.checkpoint(family, max_context)),
-            wanted=Wanted(precision=precision, lm_head=lm_head, activations=activations),
+            wanted=Wanted(TARGET, precision, lm_head=lm_head, activations=activations),
             block_size=block_size,
             algorithm=algorithm,
             effective_bits=5.0 if precision == "mixed" else None,
