@@ -90,7 +90,8 @@ def build_command(
         typer.Option(help="INT4 weights that share one scale: 64 (default of mixed) or 128.", rich_help_panel=WEIGHTS),
     ] = None,
     algorithm: Annotated[
-        AlgorithmName, typer.Option(help="How INT4 weights are found.", rich_help_panel=WEIGHTS)
+        AlgorithmName,
+        typer.Option(help="How INT4 weights are found; rtn: rounded to nearest, also FP8.", rich_help_panel=WEIGHTS),
     ] = AlgorithmName.awq,
     effective_bits: Annotated[
         float | None,

@@ -1,7 +1,7 @@
 """Quantized weights by nvidia-modelopt, on a CPU, and its Hugging Face export.
 
 INT4 AWQ here is modelopt's search for the scales of activations, and then rounding that keeps outputs close (rounding.py) in
-place of rounding to nearest. Everything else is modelopt's own.
+place of rounding to nearest; FP8 weights are rounded so too. Everything else is modelopt's own.
 """
 
 import contextlib
@@ -59,10 +59,10 @@ def check_block_size(config: DecoderConfig, block_size: int) -> None:
 class Recipe:
     """What to make of the linear layers but `lm_head`.
 
-    precision: "int4", "int8", "fp8", "fp4" (NVFP4), "mixed", or "none" where only `cache_fp8` is wanted. block_size, algorithm
-    ("awq" or "rtn"): of INT4. activations: whether inputs are rounded as well (INT8: SmoothQuant, arXiv 2211.10438; FP8:
-    always). effective_bits, wide: mixed chooses for each layer between INT4 and `wide` ("int8" or "fp8") so that weights take
-    so many bits on average. cache_fp8: find scales for FP8 keys and values.
+    precision: "int4", "int8", "fp8", "fp4" (NVFP4), "mixed", or "none" where only `cache_fp8` is wanted. block_size: of INT4.
+    algorithm: "awq", or "rtn" (rounding to nearest), also of FP8. activations: whether inputs are rounded as well (INT8:
+    SmoothQuant, arXiv 2211.10438; FP8: always). effective_bits, wide: mixed chooses for each layer between INT4 and `wide`
+    ("int8" or "fp8") so that weights take so many bits on average. cache_fp8: find scales for FP8 keys and values.
     """
 
     precision: str
@@ -80,6 +80,11 @@ class Recipe:
     @property
     def is_awq(self) -> bool:
         return self.has_int4 and self.algorithm == "awq"
+
+    @property
+    def keeps_outputs_close(self) -> bool:
+        """Whether weights are rounded by rounding.py, rather than to nearest."""
+        return self.is_awq or (self.precision == "fp8" and self.algorithm != "rtn")
 
     @property
     def needs_text(self) -> bool:
@@ -172,7 +177,7 @@ def simulate(model: Any, recipe: Recipe, windows: Any, progress: Progress = lamb
     import torch
 
     batch = torch.from_numpy(windows) if windows is not None else None
-    rounding_part = 0.6 if recipe.is_awq else 0.0
+    rounding_part = 0.6 if recipe.keeps_outputs_close else 0.0
     search_part = 1 - rounding_part
 
     def report(fraction: float) -> None:
@@ -192,7 +197,7 @@ def simulate(model: Any, recipe: Recipe, windows: Any, progress: Progress = lamb
             with _layer_progress(model, num_passes, report):
                 mtq.quantize(model, _preset(recipe), lambda m: m.model(few, use_cache=False))
         _share_scales(model)
-        if recipe.is_awq and batch is not None:
+        if recipe.keeps_outputs_close and batch is not None:
             round_layers(model, batch, GROUPS, lambda fraction: progress(search_part + rounding_part * fraction))
     progress(1.0)
 

@@ -1,4 +1,4 @@
-"""Rounds weights to INT4 so that a layer's outputs, not its weights, stay close.
+"""Rounds weights to INT4 or FP8 so that a layer's outputs, not its weights, stay close.
 
 Round-to-nearest treats every weight alone. But an error in one column of a weight matrix can be undone, in part, by the
 columns after it, as far as their inputs are correlated (GPTQ, https://arxiv.org/abs/2210.17323). And a scale that clips a
@@ -13,10 +13,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
+    # (the block [columns, out], its moments [columns, columns]) -> scales [out]
+    ChooseScale = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    # (a column [out], scales [out], where the rounded column goes)
+    Nearest = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+
 # Scales tried, as parts of the one that represents a block's largest weight.
 _SHRINKS = (1.0, 0.96, 0.92, 0.88, 0.84, 0.8, 0.76, 0.72, 0.68, 0.64)
 # Added to H's diagonal, as a part of its mean: H comes from few tokens, and may not be invertible.
 _DAMPING = 0.01
+_INT4, _E4M3 = 4, (4, 3)  # as modelopt writes them
+_E4M3_MAX = 448.0
 # Columns rounded one by one before the others hear of their errors, all at once: few enough to stay in the cache.
 _RUN = 16
 
@@ -27,12 +34,12 @@ def round_layers(
     groups: Sequence[Sequence[str]],
     progress: Callable[[float], None] = lambda fraction: None,
 ) -> None:
-    """Rounds the INT4 layers of a model that modelopt simulates, in place, one decoder layer after another.
+    """Rounds the INT4 and FP8 layers of a model that modelopt simulates, in place, one decoder layer after another.
 
     batch: int64 [n, tokens], run through the model once; each layer sees what the rounded ones before it give. groups: names,
     within a decoder layer, of all linears; those of one group share their input, with its scale, and their precision.
-    Afterwards weights are whole multiples of their scales, which the quantizers hold, so that modelopt's own rounding
-    leaves them as they are.
+    Afterwards weights are what their scales, which the quantizers hold, can represent, so that modelopt's own rounding leaves
+    them as they are.
     """
     import torch
 
@@ -62,7 +69,7 @@ class _LayerRounder:
 
     def __init__(self, layer: Any, groups: Sequence[Sequence[str]]) -> None:
         linears = [[layer.get_submodule(name) for name in names] for names in groups]
-        self._groups = [group for group in linears if _is_int4(group[0].weight_quantizer)]
+        self._groups = [group for group in linears if _bits(group[0]) in (_INT4, _E4M3)]
         self._moments: dict[int, torch.Tensor] = {}
         self.handles = [
             linears[0].register_forward_pre_hook(lambda linear, args, i=i: self._see(i, linear, args[0]))
@@ -70,7 +77,7 @@ class _LayerRounder:
         ]
 
     def _see(self, group: int, linear: Any, inputs: "torch.Tensor") -> None:
-        # The input quantizer holds AWQ's scale, and rounds nothing.
+        # The input quantizer holds AWQ's scale, or rounds to FP8.
         scaled = linear.input_quantizer(inputs).flatten(0, -2).float()
         self._moments[group] = scaled.T @ scaled
 
@@ -82,16 +89,20 @@ class _LayerRounder:
         for i, linears in enumerate(self._groups):
             sizes = [linear.weight.shape[0] for linear in linears]
             weight = torch.cat([linear.weight.detach() for linear in linears])
-            block_size = linears[0].weight_quantizer.block_sizes[-1]
-            rounded, scales = round_weight(weight, self._moments.pop(i), block_size)
-            for linear, values, scale in zip(linears, rounded.split(sizes), scales.split(sizes), strict=True):
+            quantizer = linears[0].weight_quantizer
+            if _bits(linears[0]) == _INT4:
+                rounded, scales = round_weight(weight, self._moments.pop(i), quantizer.block_sizes[-1])
+                for linear, scale in zip(linears, scales.split(sizes), strict=True):
+                    linear.weight_quantizer.amax = (scale * quantizer.maxbound).reshape(linear.weight_quantizer.amax.shape)
+            else:  # one scale, which all of the group have
+                rounded = round_to_e4m3(weight, self._moments.pop(i), float(quantizer.amax) / _E4M3_MAX)
+            for linear, values in zip(linears, rounded.split(sizes), strict=True):
                 linear.weight.data = values.clone()
-                quantizer = linear.weight_quantizer
-                quantizer.amax = (scale * quantizer.maxbound).reshape(quantizer.amax.shape)
 
 
-def _is_int4(quantizer: Any) -> bool:
-    return quantizer.is_enabled and quantizer.num_bits == 4
+def _bits(linear: Any) -> Any:
+    """In modelopt's words; None: not quantized."""
+    return linear.weight_quantizer.num_bits if linear.weight_quantizer.is_enabled else None
 
 
 def round_weight(weight: "torch.Tensor", moments: "torch.Tensor", block_size: int) -> "tuple[torch.Tensor, torch.Tensor]":
@@ -100,6 +111,31 @@ def round_weight(weight: "torch.Tensor", moments: "torch.Tensor", block_size: in
     Every rounded value is a whole multiple, -8 to 7, of its block's scale. weight: float32 [out, in]. moments: float32
     [in, in], X'X of the layer's inputs. Neither is changed. block_size must divide `in`.
     """
+    import torch
+
+    def nearest(column: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) -> None:
+        torch.div(column, scale, out=out).round_().clamp_(-8, 7).mul_(scale)
+
+    return _round(weight, moments, block_size, _best_scale, nearest)
+
+
+def round_to_e4m3(weight: "torch.Tensor", moments: "torch.Tensor", scale: float) -> "torch.Tensor":
+    """The rounded weight, float32 [out, in], every value an E4M3 number times `scale`. Arguments as of `round_weight`."""
+    import torch
+
+    def nearest(column: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_((column / scale).clamp_(-_E4M3_MAX, _E4M3_MAX).to(torch.float8_e4m3fn)).mul_(scale)
+
+    def same_scale(block: torch.Tensor, moments: torch.Tensor) -> torch.Tensor:
+        return torch.full((block.shape[1],), scale)
+
+    return _round(weight, moments, _RUN, same_scale, nearest)[0]
+
+
+def _round(
+    weight: "torch.Tensor", moments: "torch.Tensor", block_size: int, choose_scale: "ChooseScale", nearest: "Nearest"
+) -> "tuple[torch.Tensor, torch.Tensor]":
+    """Column by column, the error of each made good by those after it; `choose_scale` is asked once a block of columns."""
     import torch
 
     num_in = weight.shape[1]
@@ -113,28 +149,34 @@ def round_weight(weight: "torch.Tensor", moments: "torch.Tensor", block_size: in
     left = weight.T.contiguous()
     rounded = torch.empty_like(left)
     errors = torch.empty_like(left)
-    scales = torch.empty(num_in // block_size, weight.shape[0])
+    scales = torch.empty(-(-num_in // block_size), weight.shape[0])
     for start in range(0, num_in, block_size):
-        end = start + block_size
-        scale = _best_scale(left[start:end], moments[start:end, start:end])
+        end = min(start + block_size, num_in)
+        scale = choose_scale(left[start:end], moments[start:end, start:end])
         scales[start // block_size] = scale
         for first in range(start, end, _RUN):
-            last = first + _RUN
+            last = min(first + _RUN, end)
             with _one_thread():
-                _round_run(left[first:last], scale, factor[first:last, first:last], rounded[first:last], errors[first:last])
+                run = factor[first:last, first:last]
+                _round_run(left[first:last], scale, run, rounded[first:last], errors[first:last], nearest)
             left[last:end].addmm_(factor[first:last, last:end].T, errors[first:last], alpha=-1)
         left[end:].addmm_(factor[start:end, end:].T, errors[start:end], alpha=-1)
     return rounded.T.contiguous(), scales.T.contiguous()
 
 
 def _round_run(
-    left: "torch.Tensor", scale: "torch.Tensor", factor: "torch.Tensor", rounded: "torch.Tensor", errors: "torch.Tensor"
+    left: "torch.Tensor",
+    scale: "torch.Tensor",
+    factor: "torch.Tensor",
+    rounded: "torch.Tensor",
+    errors: "torch.Tensor",
+    nearest: "Nearest",
 ) -> None:
     """Rounds a run of columns, each with its error passed on to those after it. All but `factor` and `scale`: [run, out]."""
     import torch
 
     for i, column in enumerate(left):
-        torch.div(column, scale, out=rounded[i]).round_().clamp_(-8, 7).mul_(scale)
+        nearest(column, scale, rounded[i])
         torch.sub(column, rounded[i], out=errors[i]).div_(factor[i, i])
         left[i + 1 :].addr_(factor[i, i + 1 :], errors[i], alpha=-1)
 

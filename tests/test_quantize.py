@@ -14,7 +14,7 @@ from build_engines.checkpoint.hf import HfCheckpoint
 from build_engines.checkpoint.modelopt import ModeloptCheckpoint, is_modelopt_folder, pack_int4, unpack_int4
 from build_engines.checkpoint.types import linear_facts
 from build_engines.quantize import Recipe
-from build_engines.rounding import round_weight
+from build_engines.rounding import round_to_e4m3, round_weight
 from tests.building import one_thread, refused  # noqa: F401 - one_thread acts by being here
 from tests.engines import dequantized_model
 from tests.tiny_models import BOS, TINY_FAMILIES, make_tiny_model
@@ -237,6 +237,19 @@ class TestRounding:
         ratio = _cost(rounded - weight, moments) / _cost(plain.float() - weight, moments)
         assert 0.9 < ratio < 1.1
 
+    def test_e4m3_values_are_on_their_grid_and_outputs_closer_than_with_rounding_to_nearest(self) -> None:
+        weight, moments = _random_layer()
+        scale = float(weight.abs().max()) / 448
+        rounded = round_to_e4m3(weight, moments, scale)
+        assert torch.equal(_e4m3(rounded, scale), rounded)
+        assert _cost(rounded - weight, moments) < 0.7 * _cost(_e4m3(weight, scale) - weight, moments)
+
+    def test_e4m3_takes_a_width_that_no_block_divides(self) -> None:
+        weight, moments = _random_layer()
+        rounded = round_to_e4m3(weight[:, :75], moments[:75, :75], 0.01)
+        assert rounded.shape == (32, 75)
+        assert torch.equal(_e4m3(rounded, 0.01), rounded)
+
     def test_inputs_that_are_always_zero_do_no_harm(self) -> None:
         weight, moments = _random_layer()
         moments[:10] = 0
@@ -272,6 +285,10 @@ def _gptq(weight: torch.Tensor, moments: torch.Tensor, scales: torch.Tensor, blo
         error = (weight[:, i] - rounded[:, i]) / inverse[0, 0]
         weight[:, i:] -= error[:, None] * inverse[0]
     return rounded
+
+
+def _e4m3(values: torch.Tensor, scale: float) -> torch.Tensor:
+    return (values / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
 
 
 def _cost(error: torch.Tensor, moments: torch.Tensor) -> float:
