@@ -26,7 +26,7 @@ ARG TORCH="torch>=2.6"
 ARG TENSORRT="tensorrt>=10.13,<11"
 RUN python3 -m venv .venv \
     && .venv/bin/pip install --no-cache-dir "$TORCH" "$TENSORRT" \
-    && .venv/bin/pip install --no-cache-dir -e '.[runtime,build,client,demo]'
+    && .venv/bin/pip install --no-cache-dir -e '.[runtime,build,client,demo,tensorrt-rtx]'
 
 # The engine is made by the compose file's one-shot service, and found in this volume.
 VOLUME /engines

@@ -3,6 +3,7 @@
 MODEL        ?= demo
 PRECISION    ?= int4
 BLOCK_SIZE   ?= 128
+EFFECTIVE_BITS ?=
 TARGET       ?= onnxruntime
 HOST         ?= 127.0.0.1
 HTTP_PORT    ?= 8000
@@ -20,7 +21,7 @@ VENV   := .venv
 STAMP  := $(VENV)/.installed-$(shell cat pyproject.toml | cksum | cut -d' ' -f1)
 PIP    := $(VENV)/bin/python -m pip --disable-pip-version-check
 # The whole path or hub id, since two models may differ in their folder only: Qwen/Qwen3-0.6B -> Qwen--Qwen3-0.6B-int4-b128.
-NAME   := $(subst /,--,$(patsubst /%,%,$(patsubst ./%,%,$(patsubst %/,%,$(MODEL:.gguf=)))))-$(PRECISION)$(if $(filter int4,$(PRECISION)),-b$(BLOCK_SIZE))$(if $(filter-out onnxruntime,$(TARGET)),-$(TARGET))
+NAME   := $(subst /,--,$(patsubst /%,%,$(patsubst ./%,%,$(patsubst %/,%,$(MODEL:.gguf=)))))-$(PRECISION)$(if $(filter int4 mixed,$(PRECISION)),-b$(BLOCK_SIZE))$(EFFECTIVE_BITS:%=-e%)$(if $(filter-out onnxruntime,$(TARGET)),-$(TARGET))
 ENGINE := engines/$(NAME)
 
 ifneq ($(words $(MODEL)),1)
@@ -33,8 +34,9 @@ endif
 help: ## Show what can be made
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 18
 	@echo
-	@echo "  serve and engine take MODEL ($(MODEL)), PRECISION ($(PRECISION)), BLOCK_SIZE ($(BLOCK_SIZE)), TARGET ($(TARGET)); serve also"
-	@echo "  HOST, HTTP_PORT, GRPC_PORT, METRICS_PORT and PROFILE (a file of model_repository/llm/configs, without .pbtxt)"
+	@echo "  serve and engine take MODEL ($(MODEL)), PRECISION ($(PRECISION)), BLOCK_SIZE ($(BLOCK_SIZE)), TARGET ($(TARGET)) and"
+	@echo "  EFFECTIVE_BITS (of mixed); serve also HOST, HTTP_PORT, GRPC_PORT, METRICS_PORT and PROFILE (a file of"
+	@echo "  model_repository/llm/configs, without .pbtxt)"
 
 setup: $(STAMP)-serve ## Install what serving needs, and nothing else
 
@@ -46,7 +48,7 @@ engine: $(ENGINE)/engine.json ## Build the engine of MODEL unless it is there
 
 $(ENGINE)/engine.json: | $(STAMP)-serve
 	@$(VENV)/bin/python -m build_engines build --model "$(MODEL)" --precision $(PRECISION) --block-size $(BLOCK_SIZE) \
-		--target $(TARGET) --output $(ENGINE)
+		$(EFFECTIVE_BITS:%=--effective-bits %) --target $(TARGET) --output $(ENGINE)
 
 test: $(STAMP)-dev ## Run the whole suite
 	$(VENV)/bin/python -m pytest

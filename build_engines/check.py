@@ -40,6 +40,12 @@ def check_matches(folder: Path, options: BuildOptions) -> None:
         ("--model", options.model, manifest.source.model),
         ("--target", wanted.target, manifest.runtime),
         ("--precision", wanted.precision, precision.weights),
+        # A mixture spends nearly all of its bits.
+        ("--effective-bits", options.effective_bits, _near(precision.effective_bits, options.effective_bits)),
+        ("--compute", _named(wanted.compute), precision.compute),
+        ("--activations", _named(wanted.activations), precision.activations or "none"),
+        ("--kv-cache", _named(wanted.kv_cache), precision.kv_cache),
+        ("--lm-head", _named(wanted.lm_head), precision.lm_head),
         ("--block-size", options.block_size if precision.block_size else None, precision.block_size),
         ("--revision", options.revision, manifest.source.revision),
         ("--page-size", options.page_size, manifest.limits.page_size),
@@ -47,3 +53,13 @@ def check_matches(folder: Path, options: BuildOptions) -> None:
     ):
         if asked is not None and asked != found:
             raise BuildError(f"{folder}: {option} {asked} is asked for, and the engine there has {found}")
+
+
+def _named(value: str) -> str | None:
+    """None where it was left to the target and the model."""
+    return None if value == "auto" else value
+
+
+def _near(found: float | None, asked: float | None) -> float | None:
+    """`asked` where `found` is as good as that."""
+    return asked if found is not None and asked is not None and abs(found - asked) < 0.1 else found

@@ -243,6 +243,8 @@ class TestCommands:
         assert "is there already" in build_again("--precision", "fp32", "--block-size", "64")
         assert "is there already" in build_again()
         assert (tmp_path / "e" / "engine.json").stat().st_ino == before
+        output = build_again("--precision", "fp32", "--lm-head", "int8")
+        assert "--lm-head int8 is asked for, and the engine there has fp32" in output
         output = build_again("--precision", "int8")
         assert "Building anew" in output
         assert "--precision int8 is asked for, and the engine there has fp32" in output

@@ -92,7 +92,7 @@ def test_no_secret_is_in_a_file():
     example = dict(line.split("=", 1) for line in (ROOT / ".env.example").read_text().splitlines() if "=" in line)
     assert example["HF_TOKEN"] == ""
     used = set(re.findall(r"\$\{(\w+)", (ROOT / "docker-compose.yml").read_text()))
-    assert set(example) <= used
+    assert set(example) == used
     assert ".env" in (ROOT / ".dockerignore").read_text().splitlines()
     assert ".env" in (ROOT / ".gitignore").read_text().splitlines()
 
@@ -115,6 +115,7 @@ def test_every_image_has_a_version():
     images += [rest for name in DOCKERFILES for word, rest in instructions(name) if word == "FROM"]
     assert len(images) == 4
     assert all(":" in image and "latest" not in image for image in images)
+    assert all(":" in service["image"] for service in SERVICES.values())
     built = {service["image"] for service in SERVICES.values() if "build" in service}
     assert {SERVICES[name]["image"] for name in SERVERS} == built
 
@@ -141,3 +142,17 @@ def test_mounted_files_are_there():
         for volume in service.get("volumes", []):
             source = volume.split(":")[0]
             assert not source.startswith("./") or Path(ROOT / source).exists()
+
+
+def engine_folder(*variables: str) -> str:
+    """Where `make engine` would build."""
+    recipe = subprocess.run(["make", "-Bn", "engine", *variables], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return re.findall(r"--output (\S+)", recipe)[0]
+
+
+def test_engines_that_differ_have_folders_that_differ():
+    wanted = [("PRECISION=int4",), ("PRECISION=int4", "TARGET=tensorrt"), ("PRECISION=fp8",)]
+    wanted += [("PRECISION=mixed", f"BLOCK_SIZE={size}", bits) for size in (64, 128) for bits in ("", "EFFECTIVE_BITS=5")]
+    folders = [engine_folder(*filter(None, variables)) for variables in wanted]
+    assert folders[0] == "engines/demo-int4-b128"
+    assert len(set(folders)) == len(folders)
