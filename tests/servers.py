@@ -39,7 +39,8 @@ LISTS = {each.name for each in CONFIG.input if list(each.dims) == [-1]}
 
 
 def make_repository(folder: Path, config: str = "", **parameters: str) -> Path:
-    """A copy of the repository whose `llm` has these parameters; `config` is merged into its configuration as text."""
+    """A copy of the repository whose `llm` has these parameters; `config` is merged into its configuration as text, and a
+    list in it replaces the one that is there."""
     shutil.copytree(ROOT / "model_repository", folder, ignore=shutil.ignore_patterns("__pycache__"))
     edit_config(folder, config, **parameters)
     return folder
@@ -50,6 +51,9 @@ def edit_config(repository: Path, config: str = "", **parameters: str) -> None:
     edited = read_config(path)
     for key, value in parameters.items():
         edited.parameters[key].string_value = value
+    for descriptor, _ in text_format.Parse(config, model_config_pb2.ModelConfig()).ListFields():
+        if descriptor.label == descriptor.LABEL_REPEATED:
+            edited.ClearField(descriptor.name)
     text_format.Merge(config, edited)
     path.write_text(text_format.MessageToString(edited))
 
@@ -210,7 +214,7 @@ def settled_metrics(server: TritonServer) -> dict[str, float]:
     """The metrics once they have stopped changing: the server sends them on a timer."""
     values = metrics(server)
     while True:
-        time.sleep(0.3)
+        time.sleep(0.5)
         values, before = metrics(server), values
         if values == before:
             return values

@@ -15,13 +15,8 @@ logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(levelname)s
 class TritonPythonModel:
     def initialize(self, args):
         model_config = json.loads(args["model_config"])
-        self.service = Service(
-            model_config["parameters"],
-            Path(args["model_repository"]),
-            args["model_name"],
-            args["model_version"],
-            args["model_instance_name"],
-        )
+        folder, version, instance = Path(args["model_repository"]), args["model_version"], args["model_instance_name"]
+        self.service = Service(model_config, folder, version, instance)
 
     def execute(self, requests):
         """Returns when there is room for more, not when these are done: until then others wait in Triton's queue."""

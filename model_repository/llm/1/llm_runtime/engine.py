@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,6 +41,7 @@ class LiveSequence:
         self.sampler = SamplerState(request.sampling, request.prompt_ids, end_ids)
         self.detokenizer = Detokenizer(tokenizer, request.prompt_ids)
         self.stops = StopMatcher(request.sampling.stop_strings)
+        self.last_token_at: float | None = None
 
 
 class Engine:
@@ -47,10 +50,14 @@ class Engine:
     A token that ends a sequence as end of sequence is in `token_ids` and in the counts, and has no text.
     """
 
-    def __init__(self, executor: Executor, tokenizer: Tokenizer, config: EngineConfig) -> None:
+    def __init__(
+        self, executor: Executor, tokenizer: Tokenizer, config: EngineConfig, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`clock` says when a step's tokens came; the `now` of each step is a time of the same clock."""
         self.executor = executor
         self.config = config
-        self.stats = Stats()
+        self.stats = Stats(max_sequences=config.max_sequences)
+        self._clock = clock
         self._tokenizer = tokenizer
         self.blocks = BlockManager(executor.num_pages, executor.page_size, prefix_caching=config.prefix_caching)
         self.scheduler = Scheduler(self.blocks, config.max_sequences, config.max_step_tokens, config.prefill_chunk_tokens)
@@ -92,7 +99,7 @@ class Engine:
             self._outputs.append(self._final_output(self._live[sequence.request.request_id]))
         plan = self.scheduler.schedule()
         if plan.rows:
-            self._run(plan)
+            self._run(plan, now)
         self._update_gauges()
         return self._take_outputs()
 
@@ -109,7 +116,7 @@ class Engine:
         outputs, self._outputs = self._outputs, []
         return outputs
 
-    def _run(self, plan: StepPlan) -> None:
+    def _run(self, plan: StepPlan, started_at: float) -> None:
         rows = plan.rows
         choosing = [self._live[row.sequence.request.request_id] for row in rows if row.is_last_chunk]
         states, token_ids = [live.sampler for live in choosing], [live.sequence.token_ids for live in choosing]
@@ -119,21 +126,22 @@ class Engine:
             raise
         except Exception as error:
             raise EngineError(f"the executor failed on {len(rows)} rows: {error}") from error
-        self._count_step(plan)
+        ended_at = self._clock()
+        self._count_step(plan, started_at, ended_at)
         for row in rows:
             self.scheduler.apply(row)
         for live, choice in zip(choosing, choices, strict=True):
-            self._outputs.append(self._accept(live, choice))
+            self._outputs.append(self._accept(live, choice, ended_at))
 
-    def _accept(self, live: LiveSequence, choice: Choice) -> SequenceOutput:
-        """Append a chosen token to its sequence; end the sequence where that is due."""
+    def _accept(self, live: LiveSequence, choice: Choice, now: float) -> SequenceOutput:
+        """Append a token chosen just now to its sequence; end the sequence where that is due."""
         if choice.error is not None:
             self.scheduler.finish(live.sequence, FinishReason.ERROR)
             return self._final_output(live, error=choice.error)
         sequence = live.sequence
         sequence.token_ids.append(choice.token_id)
         live.sampler.append(choice.token_id)
-        self.stats.generated_tokens += 1
+        self._count_token(live, now)
         output = self._output(live)
         output.token_ids = [choice.token_id]
         output.logprobs = [choice.logprob] if choice.logprob else []
@@ -182,25 +190,33 @@ class Engine:
         assert reason is not None
         output.finish_reason = reason
         del self._live[output.request_id]
-        self.stats.finished[reason.value] += 1
+        self.stats.finished["queue_timeout" if output.queue_timed_out else reason.value] += 1
 
-    def _count_step(self, plan: StepPlan) -> None:
+    def _count_step(self, plan: StepPlan, started_at: float, ended_at: float) -> None:
         stats = self.stats
-        stats.steps += 1
-        stats.decode_batch_size = len(plan.decode)
+        stats.step.observe(ended_at - started_at)
+        if plan.decode:
+            stats.decode_batch_size.observe(len(plan.decode))
         if plan.prefill:
-            stats.prefill_batch_size = len(plan.prefill)
+            stats.prefill_batch_size.observe(len(plan.prefill))
         for sequence in plan.started:
+            stats.queue_wait.observe(started_at - sequence.request.arrived_at)
             stats.prompt_tokens += sequence.num_prompt
             stats.prefix_hit_tokens += sequence.num_cached or 0
+
+    def _count_token(self, live: LiveSequence, now: float) -> None:
+        self.stats.generated_tokens += 1
+        if live.last_token_at is None:
+            self.stats.ttft.observe(now - live.sequence.request.arrived_at)
+        else:
+            self.stats.itl.observe(now - live.last_token_at)
+        live.last_token_at = now
 
     def _update_gauges(self) -> None:
         stats, blocks = self.stats, self.blocks
         stats.running, stats.waiting = len(self.scheduler.running), self.scheduler.num_waiting
         stats.pages_used, stats.pages_cached, stats.pages_free = blocks.num_in_use, blocks.num_cached, blocks.num_free
         stats.preemptions, stats.evicted_pages = self.scheduler.num_preemptions, blocks.num_evictions
-        if not stats.running:
-            stats.decode_batch_size = 0
 
 
 def _executor_row(row: ScheduledRow) -> Row:

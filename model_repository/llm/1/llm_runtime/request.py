@@ -70,6 +70,7 @@ class RequestParser:
             cache_salt=fields.get("cache_salt", ""),
             queue_deadline=now + timeout_us / 1e6 if timeout_us else None,
             deadline=now + deadline_ms / 1e3 if deadline_ms else None,
+            arrived_at=now,
         )
         return ParsedRequest(generation, _reply_options(fields, tensors, row))
 

@@ -52,6 +52,7 @@ class GenerationRequest:
     cache_salt: str = ""  # equal salts share cached prefixes, different ones never do
     queue_deadline: float | None = None  # refused if still waiting then
     deadline: float | None = None  # ended with what it has then (FinishReason.TIMEOUT)
+    arrived_at: float = 0.0  # when Triton handed it over
 
 
 @dataclass(frozen=True, slots=True)

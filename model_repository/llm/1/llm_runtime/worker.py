@@ -116,6 +116,7 @@ class Worker:
                     raise EngineError(self._broken)
                 self._engine.add(request)
             except (RequestError, EngineError) as error:
+                self._engine.stats.finished["refused" if isinstance(error, RequestError) else "error"] += 1
                 self._publish([_failed(request, str(error))])
         for request_id in cancelled:
             self._engine.cancel(request_id)

@@ -17,6 +17,7 @@ from llm_runtime.engine import Engine, EngineConfig
 from llm_runtime.errors import RequestError
 from llm_runtime.executors import open_executor
 from llm_runtime.manifest import EngineManifest, check_files, read_manifest
+from llm_runtime.queue_policy import num_warmup_requests, read_queue_policy
 from llm_runtime.request import Limits, ParsedRequest, RequestParser
 from llm_runtime.triton import codec
 from llm_runtime.triton.cancels import CancelInbox
@@ -33,8 +34,9 @@ class Service:
     Raises ConfigError or EngineError when it cannot be loaded: one line that says what, where and what to do.
     """
 
-    def __init__(self, parameters: Mapping[str, Any], model_folder: Path, model_name: str, version: str, instance: str) -> None:
-        self._parameters = read_parameters(parameters)
+    def __init__(self, model_config: Mapping[str, Any], model_folder: Path, version: str, instance: str) -> None:
+        self._parameters = read_parameters(model_config["parameters"])
+        self._queue_policy = read_queue_policy(model_config)
         folder = resolve_engine_dir(self._parameters, model_folder)
         manifest = read_manifest(folder)
         check_files(folder, manifest)
@@ -44,10 +46,12 @@ class Service:
         max_context = longest_context(self._parameters, manifest, executor.num_pages)
         self._parser = RequestParser(self._tokenizer, _limits(self._parameters, manifest, max_context))
         self._engine = Engine(executor, self._tokenizer, _engine_config(self._parameters, manifest, max_context))
-        self._metrics = EngineMetrics(model_name, version)
+        self._metrics = EngineMetrics(model_config["name"], version, self._engine.stats)
+        # Triton calls the model ready, and lets others in, only when these have ended.
+        self._num_warming_up = num_warmup_requests(model_config)
         self._worker = Worker(self._engine, self._on_outputs, self._make_executor_again)
         self._cancels = CancelInbox(instance)
-        self._sender = StreamSender(on_left=self._worker.cancel, on_tick=self._on_tick)
+        self._sender = StreamSender(on_left=self._worker.cancel, on_tick=self._read_cancels)
         self._ids = itertools.count()
         log.info(
             "%s: %d sequences, %d pages of %d tokens, context %d, on %s",
@@ -60,19 +64,23 @@ class Service:
         )
         self._sender.start()
         self._worker.start()
+        self._metrics.start()
 
     def accept(self, requests: Sequence[Any]) -> None:
         """Take over Triton's requests: those that cannot be served are answered here, the others are submitted."""
         now = time.monotonic()
+        self._count_arrivals(len(requests))
         accepted: list[ParsedRequest] = []
         for request in requests:
             sender = request.get_response_sender()
             try:
                 accepted += self._open(request, sender, now)
             except RequestError as error:
+                self._engine.stats.finished["refused"] += 1
                 sender.send(codec.refusal(str(error)), flags=FINAL)
             except Exception as error:  # a defect of ours must not leave this client, or its batch mates, without an answer
                 log.exception("a request could not be read")
+                self._engine.stats.finished["refused"] += 1
                 sender.send(codec.internal_error(f"the request could not be read: {error}"), flags=FINAL)
         self._worker.submit([parsed.generation for parsed in accepted])
 
@@ -87,8 +95,16 @@ class Service:
         """End what still runs with an error, send everything, free the engine."""
         self._worker.stop()
         self._sender.stop()
+        self._metrics.stop()
         self._cancels.close()
         self._engine.executor.close()
+
+    def _count_arrivals(self, num_requests: int) -> None:
+        if self._num_warming_up > 0:
+            self._num_warming_up -= num_requests
+        else:
+            self._metrics.count_from_now()
+        self._engine.stats.queue_batch_size.observe(num_requests)
 
     def _open(self, request: Any, sender: Any, now: float) -> list[ParsedRequest]:
         """The rows of a request, each with a stream that waits for its outputs."""
@@ -101,7 +117,7 @@ class Service:
     def _parse(self, request: Any, now: float) -> list[ParsedRequest]:
         parameters = codec.read_parameters(request)
         rows = codec.read_tensors(request)
-        timeout_us = request.timeout()
+        timeout_us = self._queue_policy.timeout_us(request.timeout())
         parsed = [
             self._parser.parse(f"{next(self._ids)}", index, row, parameters, timeout_us, now) for index, row in enumerate(rows)
         ]
@@ -109,8 +125,7 @@ class Service:
             raise RequestError("stream: differs between the rows of one request; give all the same")
         return parsed
 
-    def _on_tick(self) -> None:
-        self._metrics.update(self._engine.stats)
+    def _read_cancels(self) -> None:
         for client_request_id in self._cancels.read():
             for request_id in self._sender.live_ids(client_request_id):
                 self._worker.cancel(request_id)
