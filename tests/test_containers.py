@@ -14,7 +14,7 @@ import yaml
 from typer.main import get_command
 
 from build_engines.cli import app
-from llm_runtime.metrics import COUNTERS, GAUGES
+from llm_runtime.metrics import COUNTERS, GAUGES, HISTOGRAMS
 from tests.test_imports import ROOT
 
 COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
@@ -130,7 +130,10 @@ def test_prometheus_reads_the_servers_metrics_port():
 def test_the_dashboard_shows_metrics_that_exist():
     dashboard = json.loads((ROOT / "deploy/grafana/dashboards/llm.json").read_text())
     source = yaml.safe_load((ROOT / "deploy/grafana/provisioning/datasources/prometheus.yml").read_text())["datasources"][0]
-    known = {*GAUGES, *COUNTERS, "nv_inference_pending_request_count"}
+    known = {*GAUGES, *COUNTERS, *(f"{name}_{part}" for name in HISTOGRAMS for part in ("bucket", "sum", "count"))}
+    known |= {
+        f"nv_inference_{name}" for name in ("pending_request_count", "queue_duration_us", "request_success", "request_failure")
+    }
     for panel in dashboard["panels"]:
         assert panel["datasource"]["uid"] == source["uid"]
         for target in panel["targets"]:
