@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -52,10 +52,24 @@ def edit_config(repository: Path, config: str = "", **parameters: str) -> None:
     for key, value in parameters.items():
         edited.parameters[key].string_value = value
     for descriptor, _ in text_format.Parse(config, model_config_pb2.ModelConfig()).ListFields():
-        if descriptor.label == descriptor.LABEL_REPEATED:
+        if descriptor.is_repeated:
             edited.ClearField(descriptor.name)
     text_format.Merge(config, edited)
     path.write_text(text_format.MessageToString(edited))
+
+
+def reconfigure(server: TritonServer, config: str = "", **parameters: str) -> None:
+    """What an operator does: write config.pbtxt anew (the shipped one with these changes), and load the model again."""
+    shutil.copy(ROOT / "model_repository" / "llm" / "config.pbtxt", server.repository / "llm" / "config.pbtxt")
+    edit_config(server.repository, config, **parameters)
+    reload_model(server)
+
+
+def reload_model(server: TritonServer, model: str = "llm") -> None:
+    """Through the repository API; returns when the new one serves."""
+    request = urllib.request.Request(f"{server.http_url}/v2/repository/models/{model}/load", b"{}", method="POST")
+    with urllib.request.urlopen(request, timeout=WATCHDOG_SECONDS):
+        pass
 
 
 @contextmanager
@@ -218,6 +232,20 @@ def settled_metrics(server: TritonServer) -> dict[str, float]:
         values, before = metrics(server), values
         if values == before:
             return values
+
+
+def counted(server: TritonServer, metric: str) -> int:
+    """The sum of the values of Triton's own series that start like this: a name, or a name and its first labels."""
+    with urllib.request.urlopen(server.metrics_url, timeout=10) as response:
+        lines = response.read().decode().splitlines()
+    return sum(int(float(line.rpartition(" ")[2])) for line in lines if line.startswith(metric))
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come about"
+        time.sleep(0.01)
 
 
 def assert_idle(server: TritonServer, seconds: float = 10.0) -> dict[str, float]:
