@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
+from client.diagnose_cli import diagnose_command
 from client.errors import CancelledError, ClientError
 from client.stream import Generation, run
 from client.transport import GrpcTransport, HttpTransport, Transport
@@ -25,9 +26,7 @@ class Protocol(str, Enum):
     http = "http"
 
 
-@app.callback()
-def _main() -> None:
-    """Keeps `generate` a subcommand while it is the only one."""
+app.command("diagnose")(diagnose_command)
 
 
 @app.command(

@@ -49,7 +49,7 @@ class GrpcTransport:
     def __init__(self, address: str, model: str = "llm") -> None:
         self._address = address.removeprefix("http://").removeprefix("grpc://").rstrip("/")
         self._model = model
-        direct = [("grpc.enable_http_proxy", 0)] if _is_local(self._address) else []
+        direct = [("grpc.enable_http_proxy", 0)] if is_local(self._address) else []
         size = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
         self._client = triton_grpc.InferenceServerClient(self._address, channel_args=size + direct)
 
@@ -84,7 +84,8 @@ class GrpcTransport:
         await self._client.close()
 
 
-def _is_local(address: str) -> bool:
+def is_local(address: str) -> bool:
+    """Whether host:port or a URL names this machine."""
     host_port = address.split("://")[-1].split("/")[0]
     return host_port in _LOCAL_HOSTS or host_port.rpartition(":")[0] in _LOCAL_HOSTS
 
@@ -103,7 +104,7 @@ class HttpTransport:
         self._client = client or httpx.AsyncClient(
             timeout=httpx.Timeout(10.0, read=None),
             limits=httpx.Limits(max_connections=None),
-            trust_env=not _is_local(self._url),
+            trust_env=not is_local(self._url),
         )
 
     async def generate(self, request: wire.GenerateRequest) -> AsyncGenerator[wire.Chunk, None]:
