@@ -305,8 +305,10 @@ def test_a_batch_of_rows_is_answered_row_by_row(client):
     rows = np.array([[b"one"], [b"two"], [b"three"]], np.object_)
     limits = np.array([[2], [3], [4]], np.int32)
     replies = client.receive(client.send({"text_input": rows, "max_tokens": limits, "ignore_eos": np.full((3, 1), True)}))
-    assert sorted(int(r.outputs["batch_index"][0]) for r in replies.responses) == [0, 1, 2]
-    counts = {int(r.outputs["batch_index"][0]): int(r.outputs["num_output_tokens"][0]) for r in replies.responses}
+    # Shape [1, 1]: TensorRT-LLM's clients read [0][0].
+    assert sorted(int(r.outputs["batch_index"][0][0]) for r in replies.responses) == [0, 1, 2]
+    assert {r.outputs["sequence_index"][0][0] for r in replies.responses} == {0}
+    counts = {int(r.outputs["batch_index"][0][0]): int(r.outputs["num_output_tokens"][0]) for r in replies.responses}
     assert counts == {0: 2, 1: 3, 2: 4}
 
 

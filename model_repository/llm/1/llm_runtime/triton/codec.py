@@ -67,8 +67,9 @@ def make_response(output: SequenceOutput, reply: ReplyOptions, cumulative_logpro
     if last or reply.finish_reason:
         tensors["finish_reason"] = _strings(output.finish_reason.value if output.finish_reason else "")
     if reply.batch_index or last:
-        tensors["batch_index"] = np.array([reply.batch_index], np.int32)
-        tensors["sequence_index"] = np.zeros(1, np.int32)
+        # [1, 1], as TensorRT-LLM's ensemble gives them: its clients read [0][0].
+        tensors["batch_index"] = np.array([[reply.batch_index]], np.int32)
+        tensors["sequence_index"] = np.zeros((1, 1), np.int32)
     if reply.output_ids:
         tensors["output_ids"] = np.array(output.token_ids, np.int32)
     tensors |= _logprob_tensors(output, reply, cumulative_logprob)
