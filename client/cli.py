@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
+from client.bench_cli import bench_command
 from client.diagnose_cli import diagnose_command
 from client.errors import CancelledError, ClientError
 from client.stream import Generation, run
@@ -27,6 +28,7 @@ class Protocol(str, Enum):
 
 
 app.command("diagnose")(diagnose_command)
+app.command("bench")(bench_command)
 
 
 @app.command(
