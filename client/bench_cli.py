@@ -48,6 +48,9 @@ def bench_command(
     metrics_url: Annotated[str, typer.Option(help="host:port of Triton's metrics; '' leaves the server's view out.")] = "",
     model: Annotated[str, typer.Option(help="Name of the model.")] = "llm",
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the result to this file.", dir_okay=False)] = None,
+    html_file: Annotated[
+        Path | None, typer.Option("--html", help="Write a page with plots to this file.", dir_okay=False)
+    ] = None,
 ) -> None:
     """Load a served model and report TTFT, ITL, end-to-end latency, throughput and goodput.
 
@@ -84,6 +87,11 @@ def bench_command(
         by_class = {name: measurement.group(name).summary(limits) for name in groups}
         report = {"conditions": conditions, "result": measurement.summary(limits), "classes": by_class}
         json_file.write_text(json.dumps(report, ensure_ascii=False, indent=1) + "\n")
+    if html_file:
+        from client.report import html_report  # matplotlib takes a second to import
+
+        page = html_report(measurement, limits, conditions, result_lines(measurement, limits))
+        html_file.write_text(page, encoding="utf-8")
     out = Console(highlight=False)
     out.print(plan.description, style="bold", soft_wrap=True)
     out.print(result_table(measurement))

@@ -13,7 +13,9 @@ import pytest
 from client.bench import Bench, Measurement
 from client.bench_cli import open_transport
 from client.errors import RefusedError
-from client.slo import parse_slo
+from client.metrics import Snapshot
+from client.report import html_report
+from client.slo import parse_slo, statistic
 from client.wire import GenerateRequest
 from client.workload import Planned, Workload, WorkloadSpec
 from tests.servers import ROOT, TritonServer
@@ -97,6 +99,26 @@ def test_goodput_counts_requests_within_the_slo(server):
     assert measured.goodput(parse_slo("ttft_p99=600ms,itl_p99=300ms")) == pytest.approx(4 / measured.seconds)
     assert measured.goodput(parse_slo("ttft_p99=150ms")) == 0.0
     assert measured.summary(parse_slo("e2e_p50=100ms"))["slo_met"] is False
+
+
+def test_the_page_holds_conditions_numbers_plots_and_failures(server):
+    planned = tuple(
+        Planned(GenerateRequest(prompt, 3), None, group) for prompt, group in [("a", "x"), ("b", "y"), ("refuse", "y")]
+    )
+    measured = measure(server, Workload(planned, 0, "mixed"), concurrency=3)
+    measured.samples = [
+        Snapshot(
+            float(i), {"nv_inference_pending_request_count": {frozenset(): i}, "llm_running_sequences": {frozenset(): 2 * i}}
+        )
+        for i in range(4)
+    ]
+    page = html_report(measured, parse_slo("ttft_p99=900ms"), {"command": "bench <x>"}, ["a line"])
+    assert page.count("<svg") == 4
+    assert "bench &lt;x&gt;" in page
+    assert "a line" in page
+    assert "got what is refused" in page
+    assert f"{statistic(measured.latencies['ttft'], 'p99') * 1e3:.1f}" in page
+    assert "goodput" in page
 
 
 def test_a_closed_loop_needs_a_concurrency():
