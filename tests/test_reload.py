@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import urllib.error
 import urllib.request
 
 import pytest
@@ -100,3 +101,15 @@ def test_a_reload_under_load_takes_effect_and_no_running_stream_notices(shelf, t
         wait_until(lambda: metrics(server)["llm_max_sequences"] == 3)  # the old one has gone
         values = assert_idle(server)
         assert values["llm_ttft_seconds_count"] == len(requests) + 2, "counts go on over a reload"
+
+
+def test_a_configuration_that_cannot_be_loaded_leaves_the_old_one_serving(shelf, tmp_path):
+    repository = make_repository(tmp_path / "repository", num_threads="1")
+    with running(repository, shelf.engine("llama"), tmp_path / "triton.log") as server:
+        edit_config(repository, max_sequences="0")
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            reload_model(server)
+        assert "max_sequences" in refused.value.read().decode()
+        client = Client(server.grpc_address)
+        assert client.generate(PROMPT, max_tokens=3, ignore_eos=True).last.finish_reason == "length"
+        client.close()
