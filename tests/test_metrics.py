@@ -134,7 +134,7 @@ def test_counts_add_up(server):
     for request in sent:
         assert client.receive(request).last.finish_reason == "length"
     assert "top_k" in client.generate(PROMPT, top_k=-1).error
-    assert client.generate(PROMPT, max_tokens=CONTEXT, ignore_eos=True, deadline_ms=100).last.finish_reason == "timeout"
+    assert client.generate(PROMPT, max_tokens=CONTEXT, ignore_eos=True, deadline_ms=500).last.finish_reason == "timeout"
     leaving = Client(server.grpc_address)
     leaving.next(leaving.send(request_inputs(PROMPT, max_tokens=CONTEXT, ignore_eos=True)))
     leaving.close(cancel=True)

@@ -363,3 +363,13 @@ def test_mixed_requests_that_arrive_together_prefill_together(server):
     assert change["llm_prefill_batch_size_count"] > change["llm_prefill_batch_size_bucket:6"], "no step had all seven prompts"
     first.close()
     assert_idle(server)
+
+
+def test_a_deadline_ends_a_generation_with_what_it_has(server):
+    set_queue(server)
+    client = Client(server.grpc_address)
+    reply = client.generate(PROMPT, deadline_ms=1000, **LONG)
+    assert reply.last.finish_reason == "timeout"
+    assert 0 < len(reply.token_ids) < CONTEXT - 10
+    client.close()
+    assert_idle(server)

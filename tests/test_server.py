@@ -332,13 +332,6 @@ def test_http_errors_have_their_status(server):
     assert post(server, "llm/generate", {"text_input": PROMPT, "temprature": 1})[0] == 400
 
 
-def test_a_deadline_ends_a_generation_with_what_it_has(client, server):
-    reply = client.generate(PROMPT, max_tokens=CONTEXT, ignore_eos=True, deadline_ms=150)
-    assert reply.last.finish_reason == "timeout"
-    assert 0 < len(reply.token_ids) < CONTEXT - 10
-    assert_idle(server)
-
-
 def test_clients_that_leave_free_their_sequences(server):
     def leave() -> None:
         body = json.dumps({"text_input": PROMPT, "max_tokens": 400, "ignore_eos": True, "stream": True, "deadline_ms": 60000})
