@@ -12,6 +12,7 @@ import numpy as np
 import typer
 
 from client.bench_cli import bench_command
+from client.calibrate_cli import calibrate_command
 from client.diagnose_cli import diagnose_command
 from client.errors import CancelledError, ClientError
 from client.stream import Generation, run
@@ -29,6 +30,7 @@ class Protocol(str, Enum):
 
 app.command("diagnose")(diagnose_command)
 app.command("bench")(bench_command)
+app.command("calibrate")(calibrate_command)
 
 
 @app.command(

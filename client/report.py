@@ -39,22 +39,20 @@ def html_report(measurement: Measurement, slo: Slo | None, conditions: Mapping[s
     rows = [[metric.upper(), *(_shown(latencies[metric][name]) for name in STATISTICS), MEANINGS[metric]] for metric in METRICS]
     parts = [
         "<h1>Load test</h1>",
-        _table([], [[name, value] for name, value in conditions.items()]),
+        table([], [[name, value] for name, value in conditions.items()]),
         "<h2>Latency, ms</h2>",
-        _table(["", *STATISTICS, "what it is"], rows),
+        table(["", *STATISTICS, "what it is"], rows),
         *(f"<p>{html.escape(line)}</p>" for line in lines),
         _classes(measurement, slo),
-        _svg(_cdfs(measurement, slo), "Share of values up to each latency"),
-        _svg(_throughput(measurement), "Output tokens a second, as the client received them"),
+        svg(_cdfs(measurement, slo), "Share of values up to each latency"),
+        svg(_throughput(measurement), "Output tokens a second, as the client received them"),
     ]
     if len(measurement.samples) > 2:
-        parts.append(
-            _svg(_queue(measurement.samples), "The server: requests waiting in its queue, and sequences that generate")
-        )
-        parts.append(_svg(_batches(measurement.samples), "The server: mean batch of each half second"))
+        parts.append(svg(_queue(measurement.samples), "The server: requests waiting in its queue, and sequences that generate"))
+        parts.append(svg(_batches(measurement.samples), "The server: mean batch of each half second"))
     failures = [[record.error_name, str(record.error)] for record in measurement.records if record.error]
     if failures:
-        parts += ["<h2>Failures</h2>", _table(["kind", "message"], failures[:100])]
+        parts += ["<h2>Failures</h2>", table(["kind", "message"], failures[:100])]
     return f"<!doctype html><meta charset='utf-8'><title>Load test</title><style>{STYLE}</style>{''.join(parts)}\n"
 
 
@@ -69,32 +67,35 @@ def _classes(measurement: Measurement, slo: Slo | None) -> str:
         failed = ", ".join(f"{count} {kind}" for kind, count in summary["failed"].items()) or "none"
         rows.append([name, str(summary["requests"]), failed, *p99s, _shown(summary.get("goodput_per_second"))])
     heads = ["class", "requests", "failed", *(f"{metric.upper()} p99, ms" for metric in METRICS), "goodput, requests/s"]
-    return "<h2>Classes</h2>" + _table(heads, rows)
+    return "<h2>Classes</h2>" + table(heads, rows)
 
 
 def _shown(value: float | None) -> str:
     return "-" if value is None else f"{value:.1f}"
 
 
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """An HTML table of plain texts."""
     head = "".join(f"<th>{html.escape(text)}</th>" for text in heads)
     body = "".join(f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
     return f"<table><tr>{head}</tr>{body}</table>"
 
 
-def _svg(figure: Figure, title: str) -> str:
+def svg(figure: Figure, title: str) -> str:
+    """A figure under its title, inside a page."""
     text = io.StringIO()
     figure.savefig(text, format="svg", bbox_inches="tight", metadata={"Date": None})
     return f"<h2>{html.escape(title)}</h2>{text.getvalue()[text.getvalue().index('<svg') :]}"
 
 
-def _figure(columns: int = 1) -> tuple[Figure, list[Any]]:
+def figure_of(columns: int = 1) -> tuple[Figure, list[Any]]:
+    """A wide figure with its axes side by side."""
     figure = Figure(figsize=(9, 3))
     return figure, [figure.add_subplot(1, columns, index + 1) for index in range(columns)]
 
 
 def _cdfs(measurement: Measurement, slo: Slo | None) -> Figure:
-    figure, axes = _figure(len(METRICS))
+    figure, axes = figure_of(len(METRICS))
     for axis, metric in zip(axes, METRICS, strict=True):
         values = np.sort(measurement.latencies[metric]) * 1e3
         axis.step(values, np.arange(1, len(values) + 1) / max(1, len(values)), where="post")
@@ -108,7 +109,7 @@ def _cdfs(measurement: Measurement, slo: Slo | None) -> Figure:
 
 
 def _throughput(measurement: Measurement) -> Figure:
-    figure, (axis,) = _figure()
+    figure, (axis,) = figure_of()
     arrivals = [each for record in measurement.done if record.timing for each in record.timing.arrivals]
     start = min((record.sent_at for record in measurement.records), default=0.0)
     width = max(measurement.seconds, 1e-3) / NUM_BINS
@@ -121,7 +122,7 @@ def _throughput(measurement: Measurement) -> Figure:
 
 
 def _queue(samples: Sequence[Snapshot]) -> Figure:
-    figure, (axis,) = _figure()
+    figure, (axis,) = figure_of()
     times = [sample.time - samples[0].time for sample in samples]
     for name, label in [
         ("nv_inference_pending_request_count", "waiting in the queue"),
@@ -137,7 +138,7 @@ def _queue(samples: Sequence[Snapshot]) -> Figure:
 
 
 def _batches(samples: Sequence[Snapshot]) -> Figure:
-    figure, (axis,) = _figure()
+    figure, (axis,) = figure_of()
     windows = [Window(before, after) for before, after in itertools.pairwise(samples)]
     times = [window.after.time - samples[0].time for window in windows]
     for name in ("queue", "prefill", "decode"):

@@ -22,6 +22,10 @@ LOAD_SECONDS = 1800.0  # a large engine takes minutes to load
 POLL_SECONDS = 0.1
 
 
+class ControlModeError(RefusedError):
+    """The server loads models only when it starts, or by itself."""
+
+
 class ModelRepository:
     """One model of the server at `address` (host:port of gRPC)."""
 
@@ -40,8 +44,9 @@ class ModelRepository:
         return response.config
 
     async def load(self, config: ModelConfig) -> None:
-        """Serve the model with this configuration; returns when it is loaded, and streams of the one before go on to their
-        end. Raises RefusedError with the server's reason; the one before then serves on."""
+        """Serve the model with this configuration; returns when it is loaded, at once where it is the one served already.
+        Streams of the one before go on to their end. Raises RefusedError or ServerError with the server's reason (the one
+        before then serves on), ControlModeError, UnreachableError."""
         text = json_format.MessageToJson(config, preserving_proto_field_name=True, indent=0)
         try:
             await self._client.load_model(self.model, config=text, client_timeout=LOAD_SECONDS)
@@ -76,7 +81,7 @@ class ModelRepository:
     def _error(self, error: InferenceServerException) -> ClientError:
         message, status = one_line(error.message() or ""), str(error.status())
         if "explicit model load" in message:
-            return RefusedError(
+            return ControlModeError(
                 "the server does not let models be loaded by request: start Triton with --model-control-mode=explicit "
                 f"(and --load-model={self.model})"
             )

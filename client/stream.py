@@ -39,12 +39,13 @@ async def run(
     chunks = transport.generate(request)
     try:
         async for chunk in chunks:
-            generation.timing.arrived(clock(), chunk.num_tokens)
+            now = clock()
+            generation.timing.arrived(now, chunk.num_tokens)
+            generation.timing.ended_at = now
             generation.chunks.append(chunk)
             on_chunk(chunk)
     finally:
         await chunks.aclose()
-    generation.timing.ended_at = clock()
     if not generation.chunks or not generation.chunks[-1].finish_reason:
         raise ServerError(f"the answer ended after {generation.timing.num_tokens} tokens, before its last response")
     last = generation.chunks[-1]

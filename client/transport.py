@@ -68,10 +68,9 @@ class GrpcTransport:
             async for result, error in responses:
                 if error is not None:
                     raise from_message(error.message())
-                chunk = wire.from_grpc(result)
-                yield chunk
-                if chunk.finish_reason:
-                    return
+                # Until the server closes the stream, also after the last chunk: a cancel that meets a request at its very end
+                # makes Triton 2.51 keep the model for ever, so that it is never unloaded.
+                yield wire.from_grpc(result)
         except grpc.aio.AioRpcError as error:
             raise _grpc_error(self._address, error.code(), error.details() or "") from error
         except InferenceServerException as error:

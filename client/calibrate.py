@@ -1,0 +1,76 @@
+"""Measures settings on a live server for the search: load the model with a setting, send the workload, compare with the SLO."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from client.bench import Bench, Measurement
+from client.calibrate_record import Outcome, Result
+from client.calibrate_search import Search
+from client.calibrate_server import LiveServer
+from client.diagnose import diagnose
+from client.errors import RefusedError
+from client.knobs import Setting, read_setting, with_setting
+from client.metrics import MetricsReader
+from client.readings import take_readings
+from client.slo import Slo
+from client.stream import run
+from client.transport import Transport
+from client.wire import GenerateRequest
+from client.workload import Workload
+
+
+@dataclass
+class Calibration:
+    """One search on one server. `result` is complete up to the last measurement, also after an interruption."""
+
+    server: LiveServer
+    transport: Transport
+    reader: MetricsReader
+    workload: Workload
+    slo: Slo
+
+    def __post_init__(self) -> None:
+        self.search: Search | None = None
+        if not self.workload.is_open:
+            raise RefusedError("workload: has no arrival times; allowed: a workload file with a rate, or a trace")
+
+    @property
+    def result(self) -> Result | None:
+        return self.search.result if self.search else None
+
+    async def run(self, knobs: Sequence[str], budget_seconds: float, say: Callable[[str], None], keep: bool) -> Result:
+        """Find the setting, and leave the server as it was; with `keep`, and a better one found, with that. It is put back
+        whatever happens. Raises ClientError."""
+        await self.server.open()
+        baseline = read_setting(self.server.original, knobs)
+        self.search = Search(self._evaluate, baseline, knobs, budget_seconds, time.monotonic, say)
+        try:
+            result = await self.search.run()
+            if keep and result.verdict == "improved":
+                await self.server.apply(result.chosen)
+                self.server.keep()
+            return result
+        finally:
+            await self.server.restore()
+
+    async def _evaluate(self, setting: Setting, rate: float) -> Outcome:
+        await self.server.apply(setting)
+        await run(self.transport, GenerateRequest("warm up", 2, sampling={"ignore_eos": True}))
+        measurement = await Bench(self.transport, self.workload.scaled(rate), reader=self.reader).run()
+        config = with_setting(self.server.original, setting)
+        findings = diagnose(take_readings(measurement.samples, config))
+        hints = tuple((move.knob, move.direction) for finding in findings for move in finding.moves)
+        return Outcome(slo_ratio(measurement, self.slo), hints, measurement.summary(self.slo))
+
+
+def slo_ratio(measurement: Measurement, slo: Slo) -> float:
+    """The worst of measured / allowed over the limits. A request that brought nothing was not within any limit, so one is
+    enough to be over 1."""
+    nothing = 1e6  # measured of what is limited
+    values = [(limit.value(measurement.latencies[limit.metric]), limit.seconds) for limit in slo.limits]
+    worst = max(nothing if value is None else value / allowed for value, allowed in values)
+    failed = 1 - len(measurement.done) / len(measurement.records)
+    return max(worst, 1 + 10 * failed) if failed else worst
