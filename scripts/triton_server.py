@@ -213,10 +213,16 @@ class TritonServer:
 
     def is_ready(self) -> bool:
         try:
-            with DIRECT.open(f"{self.http_url}/v2/health/ready", timeout=2) as response:
-                return response.status == 200
+            # Triton opens its metrics port last, a moment after it calls itself ready.
+            pages = (f"{self.http_url}/v2/health/ready", self.metrics_url)
+            return all(self._answers(page) for page in pages)
         except (OSError, http.client.HTTPException):  # URLError is an OSError
             return False
+
+    @staticmethod
+    def _answers(url: str) -> bool:
+        with DIRECT.open(url, timeout=2) as response:
+            return response.status == 200
 
     def wait(self, seconds: float) -> int | None:
         """The exit status of a server that ended by itself within this time, or None."""
