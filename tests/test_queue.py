@@ -328,6 +328,7 @@ def test_what_waits_inside_keeps_its_timeout_and_its_order(server, action, num_r
     before = settled_metrics(server)
     running_one = Client(server.grpc_address)
     request = running_one.send(request_inputs(PROMPT, **LONG))
+    wait_until(lambda: pending(server) == 1)  # so that it is the first of its batch
     waiting = Client(server.grpc_address)
     sent = [waiting.send(request_inputs(PROMPT, **SHORT), timeout=3_000_000) for _ in range(3)]
     running_one.next(request)
