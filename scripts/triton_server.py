@@ -263,6 +263,7 @@ class TritonServer:
             with contextlib.suppress(ProcessLookupError):  # the stubs, if any is left
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+            self._wait_for_processes()
             for region in SHARED_MEMORY.glob(f"{self.shared_memory_prefix}*"):
                 region.unlink(missing_ok=True)
             self._process = None
@@ -298,6 +299,13 @@ class TritonServer:
                 except OSError as error:
                     remedy = f"choose another {variable}" if error.errno in PORT_ERRORS else "choose another HOST"
                     raise ServerError(f"port {port} of {self.host} cannot be used ({error.strerror}); {remedy}") from None
+
+    def _wait_for_processes(self) -> None:
+        """What was killed takes a moment to go; one that has ended, and waits for its parent to notice, has no command line."""
+        for _ in range(50):
+            if not any(self._commands()):
+                return
+            time.sleep(0.1)
 
     def _wait_for_ports(self) -> None:
         """Processes that were killed may hold the server's ports for a moment longer than it lived itself."""
