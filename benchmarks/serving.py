@@ -24,10 +24,11 @@ from rich.table import Table
 from tokenizers import Tokenizer
 from tritonclient.grpc import model_config_pb2
 
-from client.stream import run
+from client.bench import Bench
 from client.timing import Timing
 from client.transport import GrpcTransport
 from client.wire import GenerateRequest
+from client.workload import FIXED_LENGTH, Planned, Workload
 from llm_runtime.config import Parameters, size_cache
 from llm_runtime.engine import Engine, EngineConfig
 from llm_runtime.executors.ort import OrtExecutor, OrtOptions
@@ -90,20 +91,15 @@ def make_prompts(engine: Path, count: int, length: int, seed: int) -> list[str]:
 
 
 async def through_triton(address: str, prompts: list[str], streams: int, output_tokens: int) -> Result:
+    requests = (GenerateRequest(prompt, max_tokens=output_tokens, sampling=FIXED_LENGTH) for prompt in prompts)
+    workload = Workload(tuple(Planned(request, at=None) for request in requests), seed=0, description="")
     transport = GrpcTransport(address)
-    waiting = list(prompts)
-    timings: list[Timing] = []
-
-    async def one_stream() -> None:
-        while waiting:
-            request = GenerateRequest(waiting.pop(), max_tokens=output_tokens, sampling={"ignore_eos": True, "temperature": 0})
-            timings.append((await run(transport, request)).timing)
-
-    start = time.perf_counter()
-    await asyncio.gather(*(one_stream() for _ in range(streams)))
-    seconds = time.perf_counter() - start
+    measurement = await Bench(transport, workload, streams).run()
     await transport.close()
-    return Result(seconds, timings)
+    for record in measurement.records:
+        if record.error is not None:
+            raise record.error
+    return Result(measurement.seconds, [record.timing for record in measurement.done if record.timing is not None])
 
 
 def in_process(folder: Path, prompts: list[str], streams: int, output_tokens: int, threads: int) -> Result:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +20,7 @@ from client.slo import METRICS, Slo, statistic
 from client.stream import run
 from client.timing import Timing
 from client.transport import Transport
+from client.wire import GenerateRequest
 from client.workload import Planned, Workload
 
 SAMPLE_SECONDS = 0.5
@@ -77,10 +79,14 @@ class Measurement:
         """Seconds by metric; ITL has a value for each token after the first, of all requests."""
         timings = [record.timing for record in self.done if record.timing is not None]
         return {
-            "ttft": [timing.ttft for timing in timings if timing.ttft is not None],
+            "ttft": self.ttfts,
             "itl": [itl for timing in timings for itl in timing.itls],
             "e2e": [timing.end_to_end for timing in timings if timing.end_to_end is not None],
         }
+
+    @property
+    def ttfts(self) -> list[float]:
+        return [record.timing.ttft for record in self.done if record.timing is not None and record.timing.ttft is not None]
 
     @property
     def num_output_tokens(self) -> int:
@@ -111,6 +117,7 @@ class Measurement:
 
     def summary(self, slo: Slo | None = None) -> dict[str, Any]:
         """For JSON: milliseconds, None where undefined."""
+        latencies = self.latencies
         values: dict[str, Any] = {
             "requests": len(self.records),
             "completed": len(self.done),
@@ -122,12 +129,12 @@ class Measurement:
             "input_tokens": sum(record.num_input_tokens for record in self.done),
             "cached_tokens": sum(record.num_cached_tokens for record in self.done),
             "output_tokens": self.num_output_tokens,
-            "latency_ms": {metric: _statistics(self.latencies[metric]) for metric in METRICS},
+            "latency_ms": {metric: _statistics(latencies[metric]) for metric in METRICS},
             "send_lag_ms": _statistics([record.lag for record in self.records]),
             "client_cpu_share": self.cpu_share,
         }
         if slo is not None:
-            values |= {"slo": str(slo), "slo_met": slo.is_met_by(self.latencies), "goodput_per_second": self.goodput(slo)}
+            values |= {"slo": str(slo), "slo_met": slo.is_met_by(latencies), "goodput_per_second": self.goodput(slo)}
         if len(self.samples) > 1:
             values["server"] = _server_view(self.samples)
         return values
@@ -154,6 +161,12 @@ def _server_view(samples: Sequence[Snapshot]) -> dict[str, float | None]:
     }
 
 
+async def warm_up(transport: Transport, count: int = 1) -> None:
+    """Short requests, one at a time, so that no measured one pays for what only the first does. Raises ClientError."""
+    for _ in range(count):
+        await run(transport, GenerateRequest("warm up", 2, sampling={"ignore_eos": True}))
+
+
 class Bench:
     """One run of a workload. What it has at any time is in `records` and `measurement`, also after an interruption."""
 
@@ -178,9 +191,10 @@ class Bench:
     async def run(self, max_seconds: float | None = None) -> Measurement:
         """Send everything and wait for its end; after `max_seconds` nothing more is sent. Raises ClientError where the metrics
         cannot be read; what goes wrong with a request is in its record."""
-        sampler = asyncio.create_task(self._sample()) if self._reader else None
+        sampler = None
         if self._reader:
             self._samples.append(await self._reader.read())
+            sampler = asyncio.create_task(self._sample())
         self._started_at, self._started_cpu = time.perf_counter(), time.process_time()
         deadline = None if max_seconds is None else self._started_at + max_seconds
         try:
@@ -248,18 +262,14 @@ class Bench:
                 continue
 
 
-class _task_group:  # noqa: N801 - asyncio.TaskGroup of Python 3.11, for 3.10
-    """Waits for its tasks; cancels them when it is left by an exception."""
-
-    async def __aenter__(self) -> list[asyncio.Task[None]]:
-        self._tasks: list[asyncio.Task[None]] = []
-        return self._tasks
-
-    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        try:
-            if kind is None:
-                await asyncio.gather(*self._tasks)
-        finally:
-            for task in self._tasks:
-                task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+@asynccontextmanager
+async def _task_group() -> AsyncIterator[list[asyncio.Task[None]]]:
+    """Waits for the tasks put into its list; cancels them when it is left by an exception. (asyncio has one from 3.11 on.)"""
+    tasks: list[asyncio.Task[None]] = []
+    try:
+        yield tasks
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,13 +14,12 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from client.bench import STATISTICS, Bench, Measurement
-from client.errors import ClientError, RefusedError
+from client.bench import STATISTICS, Bench, Measurement, warm_up
+from client.errors import ClientError
 from client.metrics import MetricsReader
-from client.slo import METRICS, Slo, parse_slo, statistic
-from client.transport import GrpcTransport, HttpTransport, Transport
-from client.wire import GenerateRequest
-from client.workload import Workload, WorkloadSpec, read_workload
+from client.slo import METRICS, parse_slo, statistic
+from client.transport import open_transport
+from client.workload import Workload, make_workload, read_workload
 
 REFRESH_SECONDS = 0.5
 
@@ -30,7 +30,7 @@ def bench_command(
     ] = None,
     requests: Annotated[int, typer.Option(help="Requests to send.", min=1)] = 100,
     concurrency: Annotated[int, typer.Option(help="Closed loop: requests at a time; 0: an open loop.", min=0)] = 0,
-    rate: Annotated[float, typer.Option(help="Open loop: requests a second; 0: the workload's own times.", min=0)] = 0,
+    rate: Annotated[float, typer.Option(help="Open loop: requests a second; 0: a closed loop.", min=0)] = 0,
     arrivals: Annotated[str, typer.Option(help="Of an open loop: poisson or constant.")] = "poisson",
     prompt_tokens: Annotated[str, typer.Option(help="N, uniform:LOW,HIGH, normal:MEAN,DEV or lognormal:MEDIAN,SIGMA.")] = "128",
     output_tokens: Annotated[str, typer.Option(help="The same, of the output.")] = "64",
@@ -54,7 +54,8 @@ def bench_command(
 ) -> None:
     """Load a served model and report TTFT, ITL, end-to-end latency, throughput and goodput.
 
-    Give --concurrency (closed loop), --rate (open loop), or a --workload with times of its own.
+    Give --concurrency (closed loop), --rate (open loop), or a --workload with times of its own. A --workload brings its own
+    requests: what --requests, --rate, --arrivals, --seed and the options of prompts and outputs say does not count beside it.
     """
     traffic = {
         "prompt_tokens": prompt_tokens,
@@ -68,7 +69,7 @@ def bench_command(
     console = Console(stderr=True, highlight=False)
     try:
         limits = parse_slo(slo) if slo else None
-        plan = read_workload(workload) if workload else _from_options(spec)
+        plan = read_workload(workload) if workload else make_workload(spec)
         if speedup != 1.0:
             plan = plan.scaled(speedup)
         measurement = _run(plan, concurrency or None, duration or None, warmup, protocol, url, metrics_url, model, console)
@@ -82,34 +83,25 @@ def bench_command(
         "protocol": protocol,
         "model": model,
     }
+    summary = measurement.summary(limits)
+    lines = result_lines(summary)
     if json_file:
         groups = sorted({record.planned.group for record in measurement.records})
         by_class = {name: measurement.group(name).summary(limits) for name in groups}
-        report = {"conditions": conditions, "result": measurement.summary(limits), "classes": by_class}
+        report = {"conditions": conditions, "result": summary, "classes": by_class}
         json_file.write_text(json.dumps(report, ensure_ascii=False, indent=1) + "\n")
     if html_file:
         from client.report import html_report  # matplotlib takes a second to import
 
-        page = html_report(measurement, limits, conditions, result_lines(measurement, limits))
+        page = html_report(measurement, limits, conditions, lines)
         html_file.write_text(page, encoding="utf-8")
     out = Console(highlight=False)
     out.print(plan.description, style="bold", soft_wrap=True)
-    out.print(result_table(measurement))
-    for line in result_lines(measurement, limits):
+    out.print(result_table(summary))
+    for line in lines:
         out.print(line, markup=False, soft_wrap=True)
     for record in [record for record in measurement.records if record.error][:5]:
         console.print(f"{record.error_name}: {record.error}", markup=False, soft_wrap=True)
-
-
-def _from_options(spec: dict[str, Any]) -> Workload:
-    from pydantic import ValidationError
-
-    from client.workload import first_problem
-
-    try:
-        return WorkloadSpec.model_validate(spec).build()
-    except ValidationError as error:
-        raise RefusedError(first_problem(error.errors())) from None
 
 
 def _run(
@@ -130,7 +122,7 @@ def _run(
         transport = open_transport(protocol, url, model)
         reader = MetricsReader(metrics_url, model) if metrics_url else None
         try:
-            await _warm_up(transport, warmup)
+            await warm_up(transport, warmup)
             bench = Bench(transport, plan, concurrency, reader)
             with Live(console=console, refresh_per_second=2, transient=True) as live:
                 shown = asyncio.create_task(_show(live, bench, len(plan.planned)))
@@ -152,26 +144,10 @@ def _run(
         return bench.measurement()
 
 
-def open_transport(protocol: str, url: str, model: str) -> Transport:
-    """Raises RefusedError for an unknown protocol."""
-    if protocol == "grpc":
-        return GrpcTransport(url or "127.0.0.1:8001", model)
-    if protocol == "http":
-        return HttpTransport(url or "http://127.0.0.1:8000", model)
-    raise RefusedError(f"protocol: got {protocol!r}; allowed: grpc or http")
-
-
-async def _warm_up(transport: Transport, count: int) -> None:
-    from client.stream import run
-
-    for _ in range(count):
-        await run(transport, GenerateRequest("warm up", 2, sampling={"ignore_eos": True}))
-
-
 async def _show(live: Live, bench: Bench, total: int) -> None:
     while True:
         now = bench.measurement()
-        ttft = statistic(now.latencies["ttft"], "p50")
+        ttft = statistic(now.ttfts, "p50")
         live.update(
             f"{len(now.records)} of {total} ended ({len(now.records) - len(now.done)} failed), {bench.num_running} running, "
             f"{now.output_tokens_per_second:.0f} tokens/s, TTFT p50 {'-' if ttft is None else f'{ttft * 1e3:.0f} ms'}"
@@ -179,9 +155,9 @@ async def _show(live: Live, bench: Bench, total: int) -> None:
         await asyncio.sleep(REFRESH_SECONDS)
 
 
-def result_table(measurement: Measurement) -> Table:
-    """Latencies, as a person wants to see them first."""
-    latencies = measurement.summary()["latency_ms"]
+def result_table(summary: Mapping[str, Any]) -> Table:
+    """Latencies, as a person wants to see them first; of a measurement's summary."""
+    latencies = summary["latency_ms"]
     table = Table("ms", *STATISTICS)
     for metric in METRICS:
         values = [latencies[metric][name] for name in STATISTICS]
@@ -189,16 +165,15 @@ def result_table(measurement: Measurement) -> Table:
     return table
 
 
-def result_lines(measurement: Measurement, slo: Slo | None) -> list[str]:
-    """The rest, a line for each kind of number."""
-    summary = measurement.summary(slo)
+def result_lines(summary: Mapping[str, Any]) -> list[str]:
+    """The rest of a summary, a line for each kind of number."""
     failed = ", ".join(f"{count} {name}" for name, count in summary["failed"].items()) or "none"
     lines = [
         f"{summary['completed']} of {summary['requests']} requests in {summary['seconds']:.1f} s; failed: {failed}",
         f"{summary['output_tokens_per_second']:.1f} output tokens/s, {summary['requests_per_second']:.2f} requests/s; "
         f"{summary['input_tokens']} tokens in ({summary['cached_tokens']} cached), {summary['output_tokens']} out",
     ]
-    if slo is not None:
+    if "slo" in summary:
         met = "met" if summary["slo_met"] else "not met"
         lines.append(f"SLO {summary['slo']}: {met}; goodput {summary['goodput_per_second']:.2f} requests/s")
     if (server := summary.get("server")) is not None:

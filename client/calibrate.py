@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from client.bench import Bench, Measurement
+from client.bench import Bench, Measurement, warm_up
 from client.calibrate_record import Outcome, Result
 from client.calibrate_search import Search
 from client.calibrate_server import LiveServer
@@ -16,9 +16,7 @@ from client.knobs import Setting, read_setting, with_setting
 from client.metrics import MetricsReader
 from client.readings import take_readings
 from client.slo import Slo
-from client.stream import run
 from client.transport import Transport
-from client.wire import GenerateRequest
 from client.workload import Workload
 
 
@@ -58,7 +56,7 @@ class Calibration:
 
     async def _evaluate(self, setting: Setting, rate: float) -> Outcome:
         await self.server.apply(setting)
-        await run(self.transport, GenerateRequest("warm up", 2, sampling={"ignore_eos": True}))
+        await warm_up(self.transport)
         measurement = await Bench(self.transport, self.workload.scaled(rate), reader=self.reader).run()
         config = with_setting(self.server.original, setting)
         findings = diagnose(take_readings(measurement.samples, config))

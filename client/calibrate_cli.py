@@ -55,13 +55,12 @@ def calibrate_command(
     try:
         limits, plan, seconds = parse_slo(slo), read_workload(workload), parse_duration(budget)
         text = read_pbtxt(config_file) if config_file else None
-        calibration, original = _run(
-            limits, plan, seconds, knobs.split(","), apply, unload_first, url, metrics_url, model, console
-        )
+        calibration = _run(limits, plan, seconds, knobs.split(","), apply, unload_first, url, metrics_url, model, console)
         result = calibration.result
         if result is None or not result.trials:
             raise typer.Exit(130)
-        output.write_text(set_knobs(text, result.chosen) if text else message_text(with_setting(original, result.chosen)))
+        found = with_setting(calibration.server.original, result.chosen)
+        output.write_text(set_knobs(text, result.chosen) if text else message_text(found))
     except ClientError as error:
         typer.secho(f"error: {error}", fg="red", err=True)
         raise typer.Exit(error.exit_code) from None
@@ -98,7 +97,7 @@ def _run(
     metrics_url: str,
     model: str,
     console: Console,
-) -> tuple[Calibration, object]:
+) -> Calibration:
     calibration: Calibration | None = None
 
     def say(line: str) -> None:
@@ -126,4 +125,4 @@ def _run(
         say("interrupted: the old configuration is back; this is what was found so far")
     if calibration is None:
         raise typer.Exit(130)
-    return calibration, calibration.server.original
+    return calibration

@@ -8,19 +8,18 @@ import sys
 from enum import Enum
 from typing import Annotated, Any
 
-import numpy as np
 import typer
 
 from client.bench_cli import bench_command
 from client.calibrate_cli import calibrate_command
 from client.diagnose_cli import diagnose_command
 from client.errors import CancelledError, ClientError
+from client.slo import statistic
 from client.stream import Generation, run
-from client.transport import GrpcTransport, HttpTransport, Transport
+from client.transport import open_transport
 from client.wire import Chunk, GenerateRequest
 
 app = typer.Typer(help="Talk to a model served by Triton.", no_args_is_help=True, add_completion=False)
-DEFAULT_URLS = {"grpc": "127.0.0.1:8001", "http": "http://127.0.0.1:8000"}
 
 
 class Protocol(str, Enum):
@@ -85,8 +84,7 @@ def generate(
 
 
 async def _generate(protocol: str, url: str, model: str, request: GenerateRequest, *, show: bool) -> Generation:
-    address = url or DEFAULT_URLS[protocol]
-    transport: Transport = GrpcTransport(address, model) if protocol == "grpc" else HttpTransport(address, model)
+    transport = open_transport(protocol, url, model)
     try:
         return await run(transport, request, _show if show else lambda chunk: None)
     finally:
@@ -109,8 +107,8 @@ def summary(generation: Generation) -> dict[str, Any]:
         "num_output_tokens": timing.num_tokens,
         "ttft_ms": _ms(timing.ttft),
         "itl_mean_ms": _ms(timing.mean_itl),
-        "itl_p50_ms": _ms(_quantile(timing.itls, 0.5)),
-        "itl_p99_ms": _ms(_quantile(timing.itls, 0.99)),
+        "itl_p50_ms": _ms(statistic(timing.itls, "p50")),
+        "itl_p99_ms": _ms(statistic(timing.itls, "p99")),
         "end_to_end_ms": _ms(timing.end_to_end),
         "tokens_per_second": timing.tokens_per_second,
     }
@@ -128,10 +126,6 @@ def summary_line(generation: Generation) -> str:
         f"finished: {values['finish_reason']}",
     ]
     return " | ".join(parts)
-
-
-def _quantile(values: list[float], quantile: float) -> float | None:
-    return float(np.quantile(values, quantile)) if values else None
 
 
 def _ms(seconds: float | None) -> float | None:

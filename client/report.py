@@ -35,7 +35,7 @@ STYLE = (
 
 def html_report(measurement: Measurement, slo: Slo | None, conditions: Mapping[str, str], lines: Sequence[str]) -> str:
     """`lines`: what the command line says beside the table of latencies."""
-    latencies = measurement.summary(slo)["latency_ms"]
+    latencies = measurement.summary()["latency_ms"]
     rows = [[metric.upper(), *(_shown(latencies[metric][name]) for name in STATISTICS), MEANINGS[metric]] for metric in METRICS]
     parts = [
         "<h1>Load test</h1>",
@@ -96,8 +96,9 @@ def figure_of(columns: int = 1) -> tuple[Figure, list[Any]]:
 
 def _cdfs(measurement: Measurement, slo: Slo | None) -> Figure:
     figure, axes = figure_of(len(METRICS))
+    latencies = measurement.latencies
     for axis, metric in zip(axes, METRICS, strict=True):
-        values = np.sort(measurement.latencies[metric]) * 1e3
+        values = np.sort(latencies[metric]) * 1e3
         axis.step(values, np.arange(1, len(values) + 1) / max(1, len(values)), where="post")
         for limit in slo.limits if slo else ():
             if limit.metric == metric:

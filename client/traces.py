@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from client.errors import RefusedError
 from client.wire import GenerateRequest
-from client.workload import Planned, Workload, first_problem, words
+from client.workload import FIXED_LENGTH, Planned, Workload, first_problem, words
 
 MOONCAKE_BLOCK = 512
 SEED = 0
@@ -80,6 +80,8 @@ def read_trace(text: str, source: str) -> Workload:
         name, planned = "Mooncake trace", list(_mooncake(text, source))
     else:
         name, planned = "trace", list(_ours(text, source))
+    if not planned:
+        raise RefusedError(f"{source}: has no request with an output; allowed: at least one")
     planned.sort(key=lambda each: each.at or 0.0)
     start = planned[0].at or 0.0
     shifted = tuple(Planned(each.request, (each.at or 0.0) - start, each.group) for each in planned)
@@ -131,4 +133,4 @@ def _azure(text: str, source: str) -> Iterator[Planned]:
 
 
 def _request(prompt: str, output_tokens: int, **limits: Any) -> GenerateRequest:
-    return GenerateRequest(prompt, output_tokens, sampling={"ignore_eos": True, "temperature": 0}, **limits)
+    return GenerateRequest(prompt, output_tokens, sampling=FIXED_LENGTH, **limits)

@@ -26,6 +26,7 @@ from client.sse import EventParser
 
 # A proxy of the environment could not find a server on this machine, and every local server would seem to be down.
 _LOCAL_HOSTS = {"127.0.0.1", "localhost", "[::1]"}
+DEFAULT_URLS = {"grpc": "127.0.0.1:8001", "http": "http://127.0.0.1:8000"}
 
 
 class Transport(Protocol):
@@ -124,6 +125,14 @@ class HttpTransport:
     async def close(self) -> None:
         """See Transport."""
         await self._client.aclose()
+
+
+def open_transport(protocol: str, url: str, model: str) -> Transport:
+    """`url` "" is this machine. Raises RefusedError for a protocol other than grpc and http."""
+    if protocol not in DEFAULT_URLS:
+        raise RefusedError(f"protocol: got {protocol!r}; allowed: {' or '.join(DEFAULT_URLS)}")
+    address = url or DEFAULT_URLS[protocol]
+    return GrpcTransport(address, model) if protocol == "grpc" else HttpTransport(address, model)
 
 
 async def _events(response: httpx.Response, stream: bool) -> AsyncIterator[dict[str, Any]]:

@@ -25,6 +25,7 @@ _TEXT = (
     "moment air teacher force "
 )
 WORDS = tuple(_TEXT.split())
+FIXED_LENGTH: dict[str, Any] = {"ignore_eos": True, "temperature": 0}  # as many tokens as were asked for
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,7 @@ def _request_maker(traffic: TrafficClass, rng: np.random.Generator, count: int) 
             prompt=" ".join([*prefixes[group], *words(rng, num_own)]),
             max_tokens=int(next(outputs)),
             cache_salt=f"{traffic.name}-{group}" if traffic.salted else "",
-            sampling={"ignore_eos": True, "temperature": 0} | traffic.sampling,
+            sampling=FIXED_LENGTH | traffic.sampling,
             priority=traffic.priority,
             timeout_ms=traffic.timeout_ms,
             deadline_ms=traffic.deadline_ms,
@@ -158,11 +159,18 @@ def read_workload(path: Path) -> Workload:
     if is_trace(text):
         return read_trace(text, str(path))
     try:
-        return WorkloadSpec.model_validate(json.loads(text)).build()
+        values = json.loads(text)
     except json.JSONDecodeError as error:
         raise RefusedError(f"{path}: neither a trace nor JSON: {error}") from None
+    return make_workload(values, f"{path}: ")
+
+
+def make_workload(values: Any, source: str = "") -> Workload:
+    """From the values of a WorkloadSpec. Raises RefusedError: `source`, the field and what is allowed."""
+    try:
+        return WorkloadSpec.model_validate(values).build()
     except ValidationError as error:
-        raise RefusedError(f"{path}: {first_problem(error.errors())}") from None
+        raise RefusedError(f"{source}{first_problem(error.errors())}") from None
 
 
 def first_problem(errors: Sequence[Any]) -> str:

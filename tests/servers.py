@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import queue
 import shutil
 import sys
@@ -66,10 +67,20 @@ def reconfigure(server: TritonServer, config: str = "", **parameters: str) -> No
 
 
 def reload_model(server: TritonServer, model: str = "llm") -> None:
-    """Through the repository API; returns when the new one serves."""
-    request = urllib.request.Request(f"{server.http_url}/v2/repository/models/{model}/load", b"{}", method="POST")
-    with urllib.request.urlopen(request, timeout=WATCHDOG_SECONDS):
-        pass
+    """Returns when the new one serves."""
+    repository_api(server, f"models/{model}/load")
+
+
+def repository_api(server: TritonServer, path: str) -> str:
+    request = urllib.request.Request(f"{server.http_url}/v2/repository/{path}", b"{}", method="POST")
+    with urllib.request.urlopen(request, timeout=WATCHDOG_SECONDS) as response:
+        return response.read().decode()
+
+
+def live_config(server: TritonServer, model: str = "llm") -> dict[str, Any]:
+    """The configuration that is served now."""
+    with urllib.request.urlopen(f"{server.http_url}/v2/models/{model}/config", timeout=10) as response:
+        return json.load(response)
 
 
 @contextmanager

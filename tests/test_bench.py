@@ -11,11 +11,11 @@ import sys
 import pytest
 
 from client.bench import Bench, Measurement
-from client.bench_cli import open_transport
 from client.errors import RefusedError
 from client.metrics import Snapshot
 from client.report import html_report
 from client.slo import parse_slo, statistic
+from client.transport import open_transport
 from client.wire import GenerateRequest
 from client.workload import Planned, Workload, WorkloadSpec
 from tests.servers import ROOT, TritonServer

@@ -15,7 +15,7 @@ from client.calibrate_server import LiveServer
 from client.knobs import read_setting
 from client.pbtxt import read_message
 from client.repository import ModelRepository
-from tests.servers import ROOT, Client, make_repository, request_inputs, running
+from tests.servers import ROOT, Client, live_config, make_repository, request_inputs, running
 
 WORKLOAD = {"requests": 20, "rate": 20, "classes": [{"prompt_tokens": "20", "output_tokens": "60"}]}
 
@@ -26,17 +26,6 @@ def server(shelf, tmp_path_factory):
     repository = make_repository(folder / "repository", num_threads="1", kv_cache_memory_mb="16", max_sequences="1")
     with running(repository, shelf.engine("llama"), folder / "triton.log") as server:
         yield server
-
-
-def live_config(server):
-    async def read():
-        repository = ModelRepository(server.grpc_address)
-        try:
-            return await repository.config()
-        finally:
-            await repository.close()
-
-    return asyncio.run(read())
 
 
 def command(server, folder, *options: str, workload: dict = WORKLOAD) -> list[str]:

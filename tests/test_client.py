@@ -444,7 +444,7 @@ class Scripted:
 
 
 def invoke(monkeypatch, transport: Scripted, *arguments: str, stdin: str | None = None) -> Any:
-    monkeypatch.setattr(cli, "GrpcTransport", lambda address, model: transport)
+    monkeypatch.setattr(cli, "open_transport", lambda protocol, url, model: transport)
     return CliRunner().invoke(cli.app, ["generate", *arguments], input=stdin)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-import urllib.request
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
@@ -15,7 +14,7 @@ from client.errors import ClientError, OverloadedError, RefusedError, ServerErro
 from client.stream import run
 from client.transport import GrpcTransport, HttpTransport, Transport
 from client.wire import Chunk, GenerateRequest
-from tests.servers import TritonServer
+from tests.servers import TritonServer, repository_api
 
 DEADLINE_SECONDS = 60.0
 CONFIG = """
@@ -230,11 +229,6 @@ def test_an_unknown_model_is_refused_by_name(with_transport):
     with pytest.raises(RefusedError, match="nobody") as raised:
         with_transport(lambda transport: run(transport, ANSWER), "nobody")
     assert "\n" not in str(raised.value)
-
-
-def repository_api(server: TritonServer, path: str) -> None:
-    request = urllib.request.Request(f"{server.http_url}/v2/repository/{path}", b"{}", method="POST")
-    urllib.request.urlopen(request, timeout=DEADLINE_SECONDS).close()
 
 
 def test_a_model_that_is_not_loaded_is_refused(server, with_transport):

@@ -9,11 +9,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-import tritonclient.grpc as grpcclient
 from typer.testing import CliRunner
 
 from client.cli import app
-from tests.servers import Client, assert_idle, edit_config, make_repository, request_inputs, running
+from tests.servers import Client, assert_idle, edit_config, make_repository, reload_model, request_inputs, running
 
 WATCH = "4"
 
@@ -29,10 +28,7 @@ def server(shelf, tmp_path_factory):
 def load(server, config: str = "", **parameters: str) -> None:
     """The model anew with another configuration in its folder, as an operator would."""
     edit_config(server.repository, config, **parameters)
-
-    client = grpcclient.InferenceServerClient(server.grpc_address)
-    client.load_model("llm")
-    client.close()
+    reload_model(server)
 
 
 @contextmanager

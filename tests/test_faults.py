@@ -9,8 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from pathlib import Path
 
 import pytest
@@ -24,6 +22,7 @@ from tests.servers import (
     edit_config,
     free_ports,
     make_repository,
+    repository_api,
     request_inputs,
     running,
 )
@@ -37,12 +36,6 @@ def server(shelf, tmp_path_factory):
     repository = make_repository(folder / "repository", max_sequences="4", num_threads="1", kv_cache_memory_mb="8")
     with running(repository, shelf.engine("llama"), folder / "triton.log") as server:
         yield server
-
-
-def repository_api(server: TritonServer, path: str) -> str:
-    request = urllib.request.Request(f"{server.http_url}/v2/repository/{path}", b"{}", method="POST")
-    with urllib.request.urlopen(request, timeout=60) as response:
-        return response.read().decode()
 
 
 def state(server: TritonServer, model: str) -> str:

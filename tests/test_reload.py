@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import urllib.error
-import urllib.request
 
 import pytest
 
@@ -14,6 +12,7 @@ from tests.servers import (
     TritonServer,
     assert_idle,
     edit_config,
+    live_config,
     make_repository,
     metrics,
     read_config,
@@ -70,11 +69,6 @@ def test_a_profile_is_what_is_served_and_an_edit_of_its_file_takes_effect(shelf,
         edited = int(read_config(path).parameters["max_sequences"].string_value)
         assert edited > int(expected.parameters["max_sequences"].string_value)
         wait_until(lambda: metrics(server)["llm_max_sequences"] == edited)
-
-
-def live_config(server: TritonServer) -> dict:
-    with urllib.request.urlopen(f"{server.http_url}/v2/models/llm/config", timeout=10) as response:
-        return json.load(response)
 
 
 def test_a_reload_under_load_takes_effect_and_no_running_stream_notices(shelf, tmp_path):

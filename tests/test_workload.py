@@ -137,6 +137,7 @@ def test_a_mooncake_trace_has_equal_text_for_equal_hashes(tmp_path):
         ('{"requests": 5,\n "rates": 3}', "rates"),
         ('{"classes": [{"prompt_tokens": "many"}]}', "classes.0.prompt_tokens"),
         ("what is this", "neither a trace nor JSON"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens", "has no request with an output"),
     ],
 )
 def test_what_is_wrong_in_a_file_is_named(tmp_path, text, message):
