@@ -1,7 +1,7 @@
 """Sends what the vLLM backend's samples/client.py sends, to `llm_vllm`, and reads the answers as it does.
 
-`python vllm_client.py HOST:8001`. All requests on one asyncio stream; tensors without a batch dimension; sampling parameters as a
-JSON tensor, with numbers as strings, and once more as request parameters.
+`python vllm_client.py HOST:8001`. All requests on one asyncio stream; tensors without a batch dimension; sampling parameters as
+a JSON tensor, with numbers as strings, and once more as request parameters.
 """
 
 from __future__ import annotations
