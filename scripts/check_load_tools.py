@@ -23,10 +23,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from load_tool_table import PERF_ANALYZER_NEW, PERF_ANALYZER_OLD, TOOLS, Tool
 from rich.console import Console
-from rich.table import Table
+from rich.markup import escape
+from rich.table import Column, Table
 
+from load_tool_table import PERF_ANALYZER_NEW, PERF_ANALYZER_OLD, TOOLS, Tool
 from triton_server import DIRECT, ROOT, ServerError, TritonServer, free_ports
 
 console = Console(highlight=False)
@@ -232,7 +233,7 @@ def main(
 
 def check_all(tools: list[Tool], engine: Path, environments: Environments, work: Path) -> int:
     """Prints the table; returns how many did not do what is expected of them."""
-    table = Table("tool", "version", "result", "command", show_lines=True)
+    table = Table("tool", "version", Column("command", overflow="fold"), "result", show_lines=True)
     repository, failures = ROOT / "model_repository", 0
     server = TritonServer.on_free_ports(repository, work / "triton.log", environment={"LLM_ENGINE_DIR": str(engine)})
     with server:
@@ -249,8 +250,7 @@ def check_all(tools: list[Tool], engine: Path, environments: Environments, work:
                 result, style, failures = f"FAILED: {error}", "bold red", failures + 1
             console.print(f"{number}/{len(tools)} {tool.name} ({time.monotonic() - started:.0f} s)", markup=False)
             console.print(f"  {result}", style=style, markup=False, soft_wrap=True)
-            summary = result.splitlines()[0]
-            table.add_row(tool.name, version, f"[{style}]{summary}[/]", shlex.join(shlex.split(tool.command)))
+            table.add_row(tool.name, version, escape(tool.command), f"[{style}]{escape(result.splitlines()[0])}[/]")
     console.print(table)
     return failures
 

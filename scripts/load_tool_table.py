@@ -100,7 +100,8 @@ def _model_analyzer(output: Path, _: str) -> str:
 _STREAM_BODY = """'{"text_input": "The quick brown fox", "max_tokens": 16, "ignore_eos": true, "stream": true}'"""
 _GENAI_PERF = (
     "genai-perf profile -m $MODEL --backend $BACKEND -u $GRPC --streaming --tokenizer $ENGINE --concurrency 4"
-    " --request-count 20 --num-prompts 10 --synthetic-input-tokens-mean 40 --output-tokens-mean 16 --random-seed 1 --artifact-dir $OUTPUT"
+    " --request-count 20 --num-prompts 10 --synthetic-input-tokens-mean 40 --output-tokens-mean 16 --random-seed 1"
+    " --artifact-dir $OUTPUT"
 )
 _MODEL_ANALYZER = (
     "model-analyzer profile -f scripts/load_tools/model_analyzer.yml --model-repository model_repository"
