@@ -154,7 +154,10 @@ def check(tool: Tool, server: TritonServer, environments: Environments, output: 
     environment |= {name: string.Template(value).substitute(variables) for name, value in tool.environment.items()}
     environment["PATH"] = os.pathsep.join([*map(str, path), os.environ["PATH"]])
     command = command_of(tool, variables)
-    command[0] = shutil.which(command[0], path=environment["PATH"]) or command[0]
+    program = shutil.which(command[0], path=environment["PATH"])
+    if program is None:
+        raise ToolError(f"{command[0]} cannot be run: it is not on the PATH {environment['PATH']}")
+    command[0] = program
     before = served_requests(server)
     output.mkdir(parents=True, exist_ok=True)
     status, printed = run(command, environment, output / "output.log", tool.timeout_seconds)

@@ -202,16 +202,16 @@ TOOLS = (
         served=20,
     ),
     Tool(
-        "model-analyzer, a running server",
+        "model-analyzer, on a running server",
         "triton-model-analyzer==1.58.0",
-        f"{_MODEL_ANALYZER} --triton-launch-mode remote --run-config-search-disable",
+        f"{_MODEL_ANALYZER} --triton-launch-mode remote --run-config-search-mode brute",
         _model_analyzer,
         served=50,
         needs_perf_analyzer=True,
         timeout_seconds=300.0,
     ),
     Tool(
-        "model-analyzer, a search",
+        "model-analyzer, on servers of its own",
         "triton-model-analyzer==1.58.0",
         re.sub(r"\$(HTTP|GRPC|METRICS)", r"$OTHER_\1", _MODEL_ANALYZER)
         + " --triton-launch-mode local --triton-server-path scripts/load_tools/tritonserver --run-config-search-mode brute",
