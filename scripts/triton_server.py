@@ -335,3 +335,18 @@ def failure_reasons(log: str) -> list[str]:
         if "CudaDriverHelper" not in reason and not repeated:
             reasons.append(reason)
     return [f"  {reason}" for reason in reasons[-6:]]
+
+
+def main() -> None:
+    """Become the server, with Triton's own options: for tools that start one themselves."""
+    try:
+        installation = find_installation()
+    except ServerError as error:
+        sys.exit(f"error: {error}")
+    backends = [f"--backend-directory={installation.backends}"] if installation.backends else []
+    command = [str(installation.program), *backends, *sys.argv[1:]]
+    os.execve(command[0], command, os.environ | installation.environment)
+
+
+if __name__ == "__main__":
+    main()

@@ -5,6 +5,7 @@ that logits differ enough between tokens for greedy decoding to have one answer.
 """
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -125,3 +126,7 @@ def _give_norms_and_biases_values(model: Any) -> None:
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.2)
+
+
+if __name__ == "__main__":  # python -m tests.tiny_models FAMILY FOLDER
+    make_tiny_model(sys.argv[1], Path(sys.argv[2]))
