@@ -20,9 +20,10 @@ class TritonPythonModel:
         for request in requests:
             text = pb_utils.get_input_tensor_by_name(request, "text_input").as_numpy().item().decode()
             count = int(pb_utils.get_input_tensor_by_name(request, "max_tokens").as_numpy().item())
-            threading.Thread(target=self.answer, args=(text, count, request.get_response_sender())).start()
+            wanted = request.requested_output_names()
+            threading.Thread(target=self.answer, args=(text, count, wanted, request.get_response_sender())).start()
 
-    def answer(self, text, count, sender):
+    def answer(self, text, count, wanted, sender):
         start = time.monotonic()
         for index in range(count):
             time.sleep(max(0.0, start + self.ttft + index * self.itl - time.monotonic()))
@@ -31,8 +32,8 @@ class TritonPythonModel:
                 sender.send(pb_utils.InferenceResponse(error=error), flags=FINAL)
                 break
             last = index == count - 1
-            tensors = [pb_utils.Tensor("text_output", np.array([b"a"], object))]
-            tensors.append(pb_utils.Tensor("num_output_tokens", np.array([1], np.int32)))
+            arrays = {"text_output": np.array([b"a"], object), "num_output_tokens": np.array([1], np.int32)}
             if last:
-                tensors.append(pb_utils.Tensor("finish_reason", np.array([b"length"], object)))
+                arrays["finish_reason"] = np.array([b"length"], object)
+            tensors = [pb_utils.Tensor(name, array) for name, array in arrays.items() if name in wanted]
             sender.send(pb_utils.InferenceResponse(tensors), flags=FINAL if last else 0)

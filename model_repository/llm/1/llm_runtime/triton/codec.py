@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 import numpy as np
@@ -49,11 +49,12 @@ def _text(name: str, raw: bytes) -> str:
         raise RequestError(f"{name}: got bytes {raw[:20]!r}; allowed: UTF-8 text") from None
 
 
-def make_response(output: SequenceOutput, reply: ReplyOptions, cumulative_logprob: float) -> Any:
+def make_response(output: SequenceOutput, reply: ReplyOptions, cumulative_logprob: float, wanted: Set[str]) -> Any:
     """The response for one output, or for several of one stream merged into one.
 
     `num_output_tokens` counts this response's tokens; the prompt's counts and the reason come with the last response, and
-    with every one where the client asks for them.
+    with every one where the client asks for them. Only `wanted` tensors may be in it: Triton would take the others out, but its
+    Python backend (2.51) frees their arrays without holding Python's lock, which in time corrupts the memory of the process.
     """
     last = output.finish_reason is not None
     tensors = {
@@ -73,7 +74,7 @@ def make_response(output: SequenceOutput, reply: ReplyOptions, cumulative_logpro
     if reply.output_ids:
         tensors["output_ids"] = np.array(output.token_ids, np.int32)
     tensors |= _logprob_tensors(output, reply, cumulative_logprob)
-    return pb_utils.InferenceResponse([pb_utils.Tensor(name, array) for name, array in tensors.items()])
+    return pb_utils.InferenceResponse([pb_utils.Tensor(name, array) for name, array in tensors.items() if name in wanted])
 
 
 def _logprob_tensors(output: SequenceOutput, reply: ReplyOptions, cumulative_logprob: float) -> Mapping[str, NDArray]:

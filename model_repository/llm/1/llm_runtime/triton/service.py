@@ -110,8 +110,9 @@ class Service:
         """The rows of a request, each with a stream that waits for its outputs."""
         parsed_rows = self._parse(request, now)
         replies = RequestReplies(sender, len(parsed_rows))
+        outputs = frozenset(request.requested_output_names())
         for parsed in parsed_rows:
-            self._sender.open(parsed.generation.request_id, Stream(replies, parsed.reply, request.request_id()))
+            self._sender.open(parsed.generation.request_id, Stream(replies, parsed.reply, outputs, request.request_id()))
         return parsed_rows
 
     def _parse(self, request: Any, now: float) -> list[ParsedRequest]:

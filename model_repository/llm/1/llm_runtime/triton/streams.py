@@ -47,6 +47,7 @@ class Stream:
 
     replies: RequestReplies
     reply: ReplyOptions
+    outputs: frozenset[str]  # names of the output tensors that the client asked for
     client_request_id: str = ""
     pending: SequenceOutput | None = None
     cumulative_logprob: float = 0.0
@@ -75,7 +76,7 @@ class Stream:
             return error
         self.cumulative_logprob += sum(entry.logprob for entry in output.logprobs)
         output.text = self.reply.prompt_text + output.text
-        return codec.make_response(output, self.reply, self.cumulative_logprob)
+        return codec.make_response(output, self.reply, self.cumulative_logprob, self.outputs)
 
 
 class StreamSender:

@@ -1,0 +1,57 @@
+"""Thousands of short requests that ask for one output, on several streams: what long service brings, in seconds."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import tritonclient.grpc as grpcclient
+
+from tests.servers import Client, assert_idle, make_repository, running
+
+NUM_STREAMS, ROUNDS, EACH = 4, 20, 20
+
+
+@pytest.fixture(scope="module")
+def server(shelf, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("server")
+    repository = make_repository(folder / "repository", kv_cache_memory_mb="8", num_threads="1")
+    with running(repository, shelf.engine("llama"), folder / "triton.log") as server:
+        yield server
+
+
+def ask(client: Client, prompt: str, *outputs: str, **fields: object) -> str:
+    wanted = [grpcclient.InferRequestedOutput(name) for name in outputs]
+    return client.send({"text_input": prompt, "stream": True} | fields, outputs=wanted)
+
+
+@pytest.mark.parametrize("model", ["llm", "llm_vllm"])
+def test_a_response_has_the_outputs_that_were_asked_for(server, model):
+    client = Client(server.grpc_address, model)
+    reply = client.receive(ask(client, "The quick brown", "text_output", "finish_reason"))
+    assert all(set(response.outputs) <= {"text_output", "finish_reason"} for response in reply.responses)
+    assert reply.text
+    assert reply.last.finish_reason == "length"
+    silent = client.receive(ask(client, "The quick brown", "logprobs"))
+    assert all(not response.outputs for response in silent.responses)
+    assert silent.responses[-1].final
+    client.close()
+
+
+@pytest.mark.parametrize("model", ["llm", "llm_vllm"])
+def test_thousands_of_requests_that_ask_for_one_output_are_all_answered(server, model):
+    parameters = '{"max_tokens": 8, "temperature": 0.1}'
+
+    def use(number: int) -> int:
+        client = Client(server.grpc_address, model)
+        answered = 0
+        for turn in range(ROUNDS):
+            prompts = [f"The quick brown {number} {turn} {index}" for index in range(EACH)]
+            requests = [ask(client, prompt, "text_output", sampling_parameters=parameters) for prompt in prompts]
+            answered += sum(client.receive(request).last.error is None for request in requests)
+        client.close()
+        return answered
+
+    with ThreadPoolExecutor(NUM_STREAMS) as pool:
+        assert sum(pool.map(use, range(NUM_STREAMS))) == NUM_STREAMS * ROUNDS * EACH
+    assert_idle(server)
