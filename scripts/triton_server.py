@@ -197,7 +197,7 @@ class TritonServer:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=os.environ | installation.environment | self.environment,
+                env=os.environ | installation.environment | {"LLM_GRPC_ADDRESS": self.grpc_address} | self.environment,
                 start_new_session=True,
             )
 

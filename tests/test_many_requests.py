@@ -7,9 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import tritonclient.grpc as grpcclient
 
-from tests.servers import Client, assert_idle, make_repository, running
+from tests.servers import Client, assert_idle, make_repository, reconfigure, running
+from triton_server import TritonServer
 
 NUM_STREAMS, ROUNDS, EACH = 4, 20, 20
+NUM_WAITING = 100
 
 
 @pytest.fixture(scope="module")
@@ -55,3 +57,26 @@ def test_thousands_of_requests_that_ask_for_one_output_are_all_answered(server, 
     with ThreadPoolExecutor(NUM_STREAMS) as pool:
         assert sum(pool.map(use, range(NUM_STREAMS))) == NUM_STREAMS * ROUNDS * EACH
     assert_idle(server)
+
+
+def test_streams_of_llm_vllm_go_on_while_many_others_wait(server):
+    reconfigure(server, max_sequences="2", num_threads="1", kv_cache_memory_mb="8")
+    client = Client(server.grpc_address, "llm_vllm")
+    parameters = '{"max_tokens": 50, "ignore_eos": true}'
+    requests = [ask(client, "The quick brown", "text_output", sampling_parameters=parameters) for _ in range(NUM_WAITING)]
+    first, last = requests[0], requests[-1]
+    assert client.receive(first).last.error is None
+    assert client.nothing_more(last)
+    assert all(client.receive(request).last.error is None for request in requests[1:])
+    client.close()
+
+
+def test_llm_vllm_says_where_it_looked_for_the_server(shelf, tmp_path):
+    repository = make_repository(tmp_path / "repository", kv_cache_memory_mb="8")
+    environment = {"LLM_ENGINE_DIR": str(shelf.engine("llama")), "LLM_GRPC_ADDRESS": "127.0.0.1:1"}
+    with TritonServer.on_free_ports(repository, tmp_path / "triton.log", environment=environment, exit_seconds=3) as server:
+        client = Client(server.grpc_address, "llm_vllm")
+        reply = client.receive(ask(client, "The quick brown", "text_output"))
+        assert reply.error.startswith("llm cannot be reached at 127.0.0.1:1: ")
+        assert reply.error.endswith("LLM_GRPC_ADDRESS has to name this server's gRPC endpoint")
+        client.close()

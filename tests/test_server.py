@@ -451,3 +451,10 @@ def test_llm_vllm_passes_request_parameters_on(server):
     body = {"text_input": PROMPT, "sampling_parameters": '{"ignore_eos": true}', "max_completion_tokens": 3}
     status, text = post(server, "llm_vllm/generate", body)
     assert (status, json.loads(text)["num_output_tokens"]) == (200, 3)
+
+
+def test_errors_keep_their_status_through_llm_vllm(server):
+    status, text = post(server, "llm_vllm/generate", {"text_input": PROMPT, "sampling_parameters": '{"top_k": -2}'})
+    assert (status, json.loads(text)["error"][:13]) == (400, "top_k: got -2")
+    late = {"text_input": PROMPT, "sampling_parameters": '{"max_tokens": 5}', "timeout": 1, "priority": 1, "sequence_id": 3}
+    assert post(server, "llm_vllm/generate", late)[0] == 200  # these three do nothing over HTTP, and break nothing

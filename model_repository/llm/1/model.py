@@ -15,8 +15,7 @@ logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(levelname)s
 class TritonPythonModel:
     def initialize(self, args):
         model_config = json.loads(args["model_config"])
-        folder, version, instance = Path(args["model_repository"]), args["model_version"], args["model_instance_name"]
-        self.service = Service(model_config, folder, version, instance)
+        self.service = Service(model_config, Path(args["model_repository"]), args["model_version"])
 
     def execute(self, requests):
         """Returns when there is room for more, not when these are done: until then others wait in Triton's queue."""

@@ -20,7 +20,6 @@ from llm_runtime.manifest import EngineManifest, check_files, read_manifest
 from llm_runtime.queue_policy import num_warmup_requests, read_queue_policy
 from llm_runtime.request import Limits, ParsedRequest, RequestParser
 from llm_runtime.triton import codec
-from llm_runtime.triton.cancels import CancelInbox
 from llm_runtime.triton.metrics import EngineMetrics
 from llm_runtime.triton.streams import FINAL, RequestReplies, Stream, StreamSender
 from llm_runtime.worker import Worker
@@ -34,7 +33,7 @@ class Service:
     Raises ConfigError or EngineError when it cannot be loaded: one line that says what, where and what to do.
     """
 
-    def __init__(self, model_config: Mapping[str, Any], model_folder: Path, version: str, instance: str) -> None:
+    def __init__(self, model_config: Mapping[str, Any], model_folder: Path, version: str) -> None:
         self._parameters = read_parameters(model_config["parameters"])
         self._queue_policy = read_queue_policy(model_config)
         folder = resolve_engine_dir(self._parameters, model_folder)
@@ -50,8 +49,7 @@ class Service:
         # Triton calls the model ready, and lets others in, only when these have ended.
         self._num_warming_up = num_warmup_requests(model_config)
         self._worker = Worker(self._engine, self._on_outputs, self._make_executor_again)
-        self._cancels = CancelInbox(instance)
-        self._sender = StreamSender(on_left=self._worker.cancel, on_tick=self._read_cancels)
+        self._sender = StreamSender(on_left=self._worker.cancel)
         self._ids = itertools.count()
         log.info(
             "%s: %d sequences, %d pages of %d tokens, context %d, on %s",
@@ -96,7 +94,6 @@ class Service:
         self._worker.stop()
         self._sender.stop()
         self._metrics.stop()
-        self._cancels.close()
         self._engine.executor.close()
 
     def _count_arrivals(self, num_requests: int) -> None:
@@ -112,7 +109,7 @@ class Service:
         replies = RequestReplies(sender, len(parsed_rows))
         outputs = frozenset(request.requested_output_names())
         for parsed in parsed_rows:
-            self._sender.open(parsed.generation.request_id, Stream(replies, parsed.reply, outputs, request.request_id()))
+            self._sender.open(parsed.generation.request_id, Stream(replies, parsed.reply, outputs))
         return parsed_rows
 
     def _parse(self, request: Any, now: float) -> list[ParsedRequest]:
@@ -125,11 +122,6 @@ class Service:
         if len(parsed) > 1 and any(row.reply.stream != parsed[0].reply.stream for row in parsed):
             raise RequestError("stream: differs between the rows of one request; give all the same")
         return parsed
-
-    def _read_cancels(self) -> None:
-        for client_request_id in self._cancels.read():
-            for request_id in self._sender.live_ids(client_request_id):
-                self._worker.cancel(request_id)
 
     def _on_outputs(self, outputs: list) -> None:
         self._sender.put(outputs)

@@ -48,7 +48,6 @@ class Stream:
     replies: RequestReplies
     reply: ReplyOptions
     outputs: frozenset[str]  # names of the output tensors that the client asked for
-    client_request_id: str = ""
     pending: SequenceOutput | None = None
     cumulative_logprob: float = 0.0
 
@@ -80,11 +79,10 @@ class Stream:
 
 
 class StreamSender:
-    """Owns every open stream. `on_left(request_id)` is called for a request whose client went away; `on_tick` on the timer."""
+    """Owns every open stream. `on_left(request_id)` is called for a request whose client went away."""
 
-    def __init__(self, on_left: Callable[[str], None], on_tick: Callable[[], None]) -> None:
+    def __init__(self, on_left: Callable[[str], None]) -> None:
         self._on_left = on_left
-        self._on_tick = on_tick
         self._queue: queue.SimpleQueue[list[SequenceOutput] | None] = queue.SimpleQueue()
         self._streams: dict[str, Stream] = {}
         self._thread = threading.Thread(target=self._run, name="stream-sender", daemon=True)
@@ -95,10 +93,6 @@ class StreamSender:
     def open(self, request_id: str, stream: Stream) -> None:
         """Before the request is submitted, so that no output can come first."""
         self._streams[request_id] = stream
-
-    def live_ids(self, client_request_id: str) -> list[str]:
-        """Ids of the open streams whose client gave them this request id."""
-        return [key for key, stream in list(self._streams.items()) if stream.client_request_id == client_request_id]
 
     def put(self, outputs: list[SequenceOutput]) -> None:
         self._queue.put(outputs)
@@ -116,9 +110,7 @@ class StreamSender:
             running = self._send_queued(timeout=max(0.0, next_poll - time.monotonic()))
             if time.monotonic() >= next_poll:
                 self._cancel_left()
-                self._on_tick()
                 next_poll = time.monotonic() + POLL_SECONDS
-        self._on_tick()
 
     def _send_queued(self, timeout: float) -> bool:
         """Everything in the queue, merged by stream; False when the end was put."""
