@@ -45,6 +45,8 @@ class Record:
     finish_reason: str = ""
     num_input_tokens: int = 0
     num_cached_tokens: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
     error: ClientError | None = None
 
     @property
@@ -128,6 +130,8 @@ class Measurement:
             "output_tokens_per_second": self.output_tokens_per_second,
             "input_tokens": sum(record.num_input_tokens for record in self.done),
             "cached_tokens": sum(record.num_cached_tokens for record in self.done),
+            "draft_tokens": sum(record.num_draft_tokens for record in self.done),
+            "accepted_tokens": sum(record.num_accepted_tokens for record in self.done),
             "output_tokens": self.num_output_tokens,
             "latency_ms": {metric: _statistics(latencies[metric]) for metric in METRICS},
             "send_lag_ms": _statistics([record.lag for record in self.records]),
@@ -246,8 +250,8 @@ class Bench:
             record.error = error
         else:
             record.timing, record.finish_reason = generation.timing, generation.finish_reason
-            record.num_input_tokens = generation.num_input_tokens or 0
-            record.num_cached_tokens = generation.num_cached_tokens or 0
+            for name in ("num_input_tokens", "num_cached_tokens", "num_draft_tokens", "num_accepted_tokens"):
+                setattr(record, name, getattr(generation, name) or 0)
         finally:
             self.num_running -= 1
         self.records.append(record)

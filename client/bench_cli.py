@@ -173,6 +173,11 @@ def result_lines(summary: Mapping[str, Any]) -> list[str]:
         f"{summary['output_tokens_per_second']:.1f} output tokens/s, {summary['requests_per_second']:.2f} requests/s; "
         f"{summary['input_tokens']} tokens in ({summary['cached_tokens']} cached), {summary['output_tokens']} out",
     ]
+    if drafted := summary["draft_tokens"]:
+        accepted = summary["accepted_tokens"]
+        lines.append(
+            f"guessed ahead: {drafted} tokens, of which {accepted / drafted:.0%} were right and {accepted} saved a step"
+        )
     if "slo" in summary:
         met = "met" if summary["slo_met"] else "not met"
         lines.append(f"SLO {summary['slo']}: {met}; goodput {summary['goodput_per_second']:.2f} requests/s")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,10 @@ from client.readings import take_readings
 from client.slo import Slo
 from client.transport import Transport
 from client.workload import Workload
+
+LOOK_SECONDS = 1.0
+MIN_RECORDS = 30  # before a measurement is judged
+HOPELESS = 2.0  # times a limit
 
 
 @dataclass
@@ -57,11 +62,30 @@ class Calibration:
     async def _evaluate(self, setting: Setting, rate: float) -> Outcome:
         await self.server.apply(setting)
         await warm_up(self.transport)
-        measurement = await Bench(self.transport, self.workload.scaled(rate), reader=self.reader).run()
+        measurement = await self._measure(Bench(self.transport, self.workload.sustained(rate), reader=self.reader))
         config = with_setting(self.server.original, setting)
         findings = diagnose(take_readings(measurement.samples, config))
         hints = tuple((move.knob, move.direction) for finding in findings for move in finding.moves)
         return Outcome(slo_ratio(measurement, self.slo), hints, measurement.summary(self.slo))
+
+    async def _measure(self, bench: Bench) -> Measurement:
+        """The whole workload, or as much of it as shows that the SLO is far from held."""
+        running = asyncio.create_task(bench.run())
+        try:
+            while not running.done():
+                await asyncio.wait([running], timeout=LOOK_SECONDS)
+                if not running.done() and is_hopeless(bench.measurement(), self.slo):
+                    return bench.measurement()
+            return running.result()
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+
+
+def is_hopeless(measurement: Measurement, slo: Slo) -> bool:
+    """Whether what ended so far is so far off that the rest need not be waited for."""
+    enough = len(measurement.records) >= MIN_RECORDS and len(measurement.samples) > 1
+    return enough and slo_ratio(measurement, slo) > HOPELESS
 
 
 def slo_ratio(measurement: Measurement, slo: Slo) -> float:

@@ -104,6 +104,8 @@ def summary(generation: Generation) -> dict[str, Any]:
         "finish_reason": generation.finish_reason,
         "num_input_tokens": generation.num_input_tokens,
         "num_cached_tokens": generation.num_cached_tokens,
+        "num_draft_tokens": generation.num_draft_tokens,
+        "num_accepted_tokens": generation.num_accepted_tokens,
         "num_output_tokens": timing.num_tokens,
         "ttft_ms": _ms(timing.ttft),
         "itl_mean_ms": _ms(timing.mean_itl),
@@ -125,6 +127,8 @@ def summary_line(generation: Generation) -> str:
         _shown(values["tokens_per_second"], "tokens/s"),
         f"finished: {values['finish_reason']}",
     ]
+    if values["num_draft_tokens"]:
+        parts.insert(1, f"{values['num_accepted_tokens']} of {values['num_draft_tokens']} guesses right")
     return " | ".join(parts)
 
 

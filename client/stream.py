@@ -21,6 +21,8 @@ class Generation:
     finish_reason: str = ""
     num_input_tokens: int | None = None
     num_cached_tokens: int | None = None
+    num_draft_tokens: int | None = None  # guessed ahead by speculation
+    num_accepted_tokens: int | None = None  # those of them that were right
     chunks: list[Chunk] = field(default_factory=list)
 
 
@@ -51,5 +53,6 @@ async def run(
     last = generation.chunks[-1]
     generation.text = "".join(chunk.text for chunk in generation.chunks)
     generation.finish_reason = last.finish_reason
-    generation.num_input_tokens, generation.num_cached_tokens = last.num_input_tokens, last.num_cached_tokens
+    for name in ("num_input_tokens", "num_cached_tokens", "num_draft_tokens", "num_accepted_tokens"):
+        setattr(generation, name, getattr(last, name))
     return generation

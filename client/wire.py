@@ -60,6 +60,8 @@ class Chunk:
     finish_reason: str = ""
     num_input_tokens: int | None = None
     num_cached_tokens: int | None = None
+    num_draft_tokens: int | None = None
+    num_accepted_tokens: int | None = None
 
 
 def sampling_json(request: GenerateRequest) -> str:
@@ -126,4 +128,6 @@ def _chunk(outputs: Mapping[str, list[Any]]) -> Chunk:
         finish_reason=first("finish_reason") or "",
         num_input_tokens=first("num_input_tokens"),
         num_cached_tokens=first("num_cached_tokens"),
+        num_draft_tokens=first("num_draft_tokens"),
+        num_accepted_tokens=first("num_accepted_tokens"),
     )

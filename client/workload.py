@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -60,6 +61,24 @@ class Workload:
         """The same requests, `factor` times as many a second."""
         planned = tuple(each if each.at is None else replace(each, at=each.at / factor) for each in self.planned)
         return replace(self, planned=planned, description=f"{self.description}, {factor:g} times as fast")
+
+    def sustained(self, factor: float) -> Workload:
+        """`factor` times as many requests a second, for as long as this workload lasts: where it has too few, it is sent again,
+        with a salt of the round, so that the prefix cache has nothing of the one before."""
+        if self.rate is None or factor <= 1:
+            return self.scaled(factor)
+        length = len(self.planned) / self.rate
+        rounds = [
+            replace(
+                each,
+                at=(each.at or 0.0) + number * length,
+                request=replace(each.request, cache_salt=f"{each.request.cache_salt}/{number}") if number else each.request,
+            )
+            for number in range(math.ceil(factor))
+            for each in self.planned
+        ]
+        count = round(factor * len(self.planned))
+        return replace(self, planned=tuple(rounds[:count])).scaled(factor)
 
 
 def _is_lengths(text: str) -> str:

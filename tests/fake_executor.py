@@ -6,7 +6,7 @@ wrong page, a stale one, or a false prefix hit changes the output.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,24 +26,37 @@ def next_token(context: Sequence[int]) -> int:
     return 2 + value % (VOCAB - 2)
 
 
-def expected_output(prompt: Sequence[int], count: int) -> list[int]:
+def expected_output(prompt: Sequence[int], count: int, rule: Callable[[Sequence[int]], int] = next_token) -> list[int]:
     """What greedy decoding gives, computed without engine, pages or batches."""
     context = list(prompt)
     for _ in range(count):
-        context.append(next_token(context))
+        context.append(rule(context))
     return context[len(prompt) :]
 
 
+def copying(context: Sequence[int]) -> int:
+    """A model that mostly goes on as it did six tokens before, as one that edits a text does."""
+    return context[-6] if len(context) >= 6 and len(context) % 11 else next_token(context)
+
+
 class FakeExecutor(SamplesOnHost):
-    """See llm_runtime.executors.base.Executor. `calls` logs the rows of every call; call number `fail_at` raises."""
+    """See llm_runtime.executors.base.Executor. `calls` logs the rows of every call; call number `fail_at` raises; `rule` gives
+    the likeliest token after a context."""
 
     description = "token ids in pages"
 
-    def __init__(self, num_pages: int = 32, page_size: int = 4, fail_at: int | None = None) -> None:
+    def __init__(
+        self,
+        num_pages: int = 32,
+        page_size: int = 4,
+        fail_at: int | None = None,
+        rule: Callable[[Sequence[int]], int] = next_token,
+    ) -> None:
         self.num_pages, self.page_size, self.vocab_size = num_pages, page_size, VOCAB
         self.pool = np.full((num_pages, page_size), EMPTY, np.int64)
         self.calls: list[list[Row]] = []
         self._fail_at = fail_at
+        self._rule = rule
 
     def execute(self, rows: Sequence[Row]) -> NDArray[np.float32]:
         self.calls.append(list(rows))
@@ -65,7 +78,7 @@ class FakeExecutor(SamplesOnHost):
             self.pool[row.page_ids[position // self.page_size], position % self.page_size] = token
             wanted = offset - (len(row.token_ids) - row.num_logits)
             if wanted >= 0:
-                logits[wanted, next_token(self._context(row, position + 1))] = 10.0
+                logits[wanted, self._rule(self._context(row, position + 1))] = 10.0
         return logits
 
     def _context(self, row: Row, length: int) -> list[int]:

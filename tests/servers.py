@@ -90,6 +90,16 @@ def running(repository: Path, engine: Path, log: Path) -> Iterator[TritonServer]
         yield server
 
 
+def post(server: TritonServer, path: str, body: dict) -> tuple[int, str]:
+    """(status, body) of an HTTP request to the model."""
+    request = urllib.request.Request(f"{server.http_url}/v2/models/{path}", json.dumps(body).encode(), method="POST")
+    try:
+        with urllib.request.urlopen(request, timeout=60) as response:
+            return response.status, response.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
 @dataclass
 class Response:
     """One message of a stream: outputs by name, or an error; and whether it carried the final flag."""

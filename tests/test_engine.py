@@ -15,7 +15,7 @@ from llm_runtime.block_manager import BlockManager
 from llm_runtime.engine import Engine, EngineConfig
 from llm_runtime.errors import EngineError, RequestError
 from llm_runtime.types import FinishReason, GenerationRequest, SamplingParams, SequenceOutput
-from tests.fake_executor import VOCAB, FakeExecutor, expected_output
+from tests.fake_executor import VOCAB, FakeExecutor, copying, expected_output, next_token
 
 END = 0
 
@@ -348,12 +348,15 @@ def test_a_long_prompt_holds_up_running_streams_by_at_most_one_chunk():
     assert max(sum(len(row.token_ids) for row in call) for call in executor.calls) <= 8 + 1
 
 
+@pytest.mark.parametrize("max_draft_tokens", [0, 5])
 @pytest.mark.parametrize("seed", range(20))
-def test_random_schedules_keep_the_laws(seed):
-    """Arrivals, cancels, deadlines and shared prefixes at random, in a pool that is too small."""
+def test_random_schedules_keep_the_laws(seed, max_draft_tokens):
+    """Arrivals, cancels, deadlines and shared prefixes at random, in a pool that is too small, with guesses and without."""
     rng = random.Random(seed)
+    rule = copying if max_draft_tokens else next_token
     engine = make_engine(
-        FakeExecutor(num_pages=rng.randint(10, 20), page_size=4),
+        FakeExecutor(num_pages=rng.randint(10, 20), page_size=4, rule=rule),
+        max_draft_tokens=max_draft_tokens,
         max_sequences=rng.randint(1, 6),
         max_step_tokens=rng.randint(6, 40),
         prefill_chunk_tokens=rng.randint(1, 40),
@@ -383,7 +386,7 @@ def test_random_schedules_keep_the_laws(seed):
     assert set(results) == set(requests)
     for name, request in requests.items():
         result = results[name]
-        whole = expected_output(request.prompt_ids, request.sampling.max_tokens)
+        whole = expected_output(request.prompt_ids, request.sampling.max_tokens, rule)
         assert result.token_ids == whole[: len(result.token_ids)]
         if result.reason is FinishReason.LENGTH:
             assert result.token_ids == whole

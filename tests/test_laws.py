@@ -1,4 +1,4 @@
-"""The laws on real engines: alone = in a batch = chunked = prefix-cached = preempted, token for token.
+"""The laws on real engines: alone = in a batch = chunked = prefix-cached = preempted = speculated, token for token.
 
 Kernels may sum in another order at another batch size, so a difference is allowed where the two candidates' log-probabilities
 lie within a bound of each other, and only there. Where activations are rounded to int8 (the default beside INT4 weights), a sum
@@ -16,6 +16,7 @@ from llm_runtime.engine import Engine, EngineConfig
 from llm_runtime.executors.ort import OrtExecutor, OrtOptions
 from llm_runtime.manifest import read_manifest
 from llm_runtime.types import GenerationRequest, SamplingParams, TokenLogprob
+from tests.test_speculation import Guesser
 from tests.tiny_models import VOCAB_SIZE
 
 FLOAT_TIE = 1e-3
@@ -44,9 +45,18 @@ class Loaded:
         self.options = OrtOptions(num_threads=2, matmul_accuracy=accuracy)
 
     def run(
-        self, prompts: list[tuple[int, ...]], *, num_pages: int = 200, together: bool = True, **limits
+        self,
+        prompts: list[tuple[int, ...]],
+        *,
+        num_pages: int = 200,
+        together: bool = True,
+        guesses: dict[tuple[int, ...], int] | None = None,
+        **limits,
     ) -> list[list[TokenLogprob]]:
-        """The chosen tokens of each prompt with their log-probabilities and the runner-up's; all at once, or in turn."""
+        """The chosen tokens of each prompt with their log-probabilities and the runner-up's; all at once, or in turn.
+
+        guesses: with speculation, the next token after each context; some are made wrong.
+        """
         executor = OrtExecutor(self.folder, self.manifest, num_pages, self.options)
         values = {
             "max_sequences": 8,
@@ -55,7 +65,9 @@ class Loaded:
             "max_context": 200,
             "end_ids": (),
         } | limits
-        engine = Engine(executor, self.tokenizer, EngineConfig(**values))
+        engine = Engine(executor, self.tokenizer, EngineConfig(**values, max_draft_tokens=0 if guesses is None else 5))
+        if guesses is not None:
+            engine._speculator = Guesser(seed=1, rule=lambda context: guesses.get(tuple(context), 5), longest=5)
         sampling = SamplingParams(max_tokens=OUTPUT, ignore_eos=True, wants_logprobs=True, num_top_logprobs=2)
         results: dict[str, list[TokenLogprob]] = {str(index): [] for index in range(len(prompts))}
         for index, prompt in enumerate(prompts):
@@ -110,3 +122,10 @@ def test_every_way_to_run_gives_the_same_tokens(loaded, seed, tie):
     assert loaded.stats.prefix_hit_tokens > 0
     assert_same(alone, loaded.run(prompts, num_pages=32, prefix_caching=False), tie)
     assert loaded.stats.preemptions > 0
+    guesses = {
+        (*prompt, *(choice.token_id for choice in output[:count])): output[count].token_id
+        for prompt, output in zip(prompts, alone, strict=True)
+        for count in range(OUTPUT)
+    }
+    assert_same(alone, loaded.run(prompts, guesses=guesses), tie)
+    assert loaded.stats.draft_tokens > loaded.stats.accepted_tokens > 0

@@ -16,7 +16,18 @@ import pytest
 from tokenizers import Tokenizer
 
 from tests.engines import load_executor, run_in_chunks
-from tests.servers import ROOT, Client, Reply, assert_idle, make_repository, metrics, request_inputs, running, settled_metrics
+from tests.servers import (
+    ROOT,
+    Client,
+    Reply,
+    assert_idle,
+    make_repository,
+    metrics,
+    post,
+    request_inputs,
+    running,
+    settled_metrics,
+)
 
 PROMPT = "The quick brown fox"
 NUM_SEQUENCES = 8
@@ -54,16 +65,6 @@ def client(server):
 @pytest.fixture(scope="module")
 def tokenizer(engine):
     return Tokenizer.from_file(str(engine / "tokenizer.json"))
-
-
-def post(server, path: str, body: dict) -> tuple[int, str]:
-    """(status, body) of an HTTP request to the model."""
-    request = urllib.request.Request(f"{server.http_url}/v2/models/{path}", json.dumps(body).encode(), method="POST")
-    try:
-        with urllib.request.urlopen(request, timeout=60) as response:
-            return response.status, response.read().decode()
-    except urllib.error.HTTPError as error:
-        return error.code, error.read().decode()
 
 
 def events(body: str) -> list[dict]:

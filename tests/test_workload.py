@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from client.errors import RefusedError
 from client.lengths import parse_lengths
 from client.slo import Limit, parse_slo, statistic
-from client.workload import TrafficClass, WorkloadSpec, arrival_times, read_workload
+from client.workload import TrafficClass, WorkloadSpec, arrival_times, make_workload, read_workload
 
 
 def spec(**fields) -> WorkloadSpec:
@@ -149,3 +150,16 @@ def test_what_is_wrong_in_a_file_is_named(tmp_path, text, message):
 
 def test_a_class_has_defaults():
     assert TrafficClass.model_validate({}).prompt_tokens == "128"
+
+
+def test_a_sustained_rate_lasts_as_long_as_the_workload():
+    workload = make_workload({"requests": 40, "rate": 2.0, "seed": 3, "classes": [{"salted": True, "prefix_tokens": 5}]})
+    for factor in (0.5, 1.0, 2.5, 8.0):
+        sustained = workload.sustained(factor)
+        assert sustained.rate == pytest.approx(factor * workload.rate, rel=0.05)
+        assert len(sustained.planned) == (max(1.0, factor) * 40)
+        times = [each.at for each in sustained.planned]
+        assert times == sorted(times)
+    prompts = Counter((each.request.prompt, each.request.cache_salt) for each in workload.sustained(8.0).planned)
+    assert set(prompts.values()) == {1}, "a round may find nothing of the one before in the prefix cache"
+    assert workload.sustained(8.0).planned[:40] == workload.scaled(8.0).planned

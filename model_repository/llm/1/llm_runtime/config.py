@@ -36,6 +36,8 @@ class Parameters(BaseModel):
         0.0, ge=0, lt=1, description="part of the GPU memory left beside the engine for the KV page pool; 0: kv_cache_memory_mb"
     )
     prefix_caching: bool = Field(True, description="keep pages of finished prompts for later ones that start the same")
+    speculation: Literal["off", "ngram"] = Field("off", description="ngram: guess tokens ahead from the sequence's own text")
+    max_draft_tokens: int = Field(8, ge=1, le=64, description="tokens guessed ahead for a sequence in a step, at most")
     default_max_tokens: int = Field(128, ge=1, description="max_tokens of a request that names none")
     max_deadline_ms: int = Field(600_000, ge=0, description="longest deadline_ms, and that of a request without one; 0: none")
     num_threads: int = Field(0, ge=0, description="threads of the ONNX Runtime executor; 0: one a core")

@@ -17,6 +17,7 @@ from llm_runtime.metrics import Stats
 from llm_runtime.sampler import Choice, SamplerState
 from llm_runtime.scheduler import ScheduledRow, Scheduler, StepPlan
 from llm_runtime.sequence import Sequence
+from llm_runtime.speculation import Speculator
 from llm_runtime.types import FinishReason, GenerationRequest, SequenceOutput
 
 
@@ -30,6 +31,7 @@ class EngineConfig:
     max_context: int
     end_ids: tuple[int, ...]
     prefix_caching: bool = True
+    max_draft_tokens: int = 0  # guessed ahead for a sequence in a step; 0: no speculation
 
 
 class LiveSequence:
@@ -42,6 +44,8 @@ class LiveSequence:
         self.detokenizer = Detokenizer(tokenizer, request.prompt_ids)
         self.stops = StopMatcher(request.sampling.stop_strings)
         self.last_token_at: float | None = None
+        self.num_draft_tokens = 0
+        self.num_accepted_tokens = 0
 
 
 class Engine:
@@ -60,9 +64,12 @@ class Engine:
         self._clock = clock
         self._tokenizer = tokenizer
         self.blocks = BlockManager(executor.num_pages, executor.page_size, prefix_caching=config.prefix_caching)
-        self.scheduler = Scheduler(self.blocks, config.max_sequences, config.max_step_tokens, config.prefill_chunk_tokens)
         # Never more than the pool holds, or a sequence alone in it could wait for pages for ever.
         self.max_context = min(config.max_context, executor.num_pages * executor.page_size)
+        self.scheduler = Scheduler(
+            self.blocks, config.max_sequences, config.max_step_tokens, config.prefill_chunk_tokens, self.max_context
+        )
+        self._speculator = Speculator(config.max_draft_tokens) if config.max_draft_tokens else None
         self._live: dict[str, LiveSequence] = {}
         self._outputs: list[SequenceOutput] = []  # owed to the caller; kept here so that a step that fails loses none
         self._arrivals = 0
@@ -97,6 +104,8 @@ class Engine:
         """Run one step. Raises EngineError when the executor fails; `fail_all` then has the outputs that are owed."""
         for sequence in self.scheduler.expire(now):
             self._outputs.append(self._final_output(self._live[sequence.request.request_id]))
+        if self._speculator:
+            self._speculator.propose([sequence for sequence in self.scheduler.running if sequence.num_uncomputed == 1])
         plan = self.scheduler.schedule()
         if plan.rows:
             self._run(plan, now)
@@ -118,10 +127,14 @@ class Engine:
 
     def _run(self, plan: StepPlan, started_at: float) -> None:
         rows = plan.rows
-        choosing = [self._live[row.sequence.request.request_id] for row in rows if row.is_last_chunk]
-        states, token_ids = [live.sampler for live in choosing], [live.sequence.token_ids for live in choosing]
+        choosing = [(row, self._live[row.sequence.request.request_id]) for row in rows if row.is_last_chunk]
+        states: list[SamplerState] = []
+        token_ids: list[list[int]] = []
+        for row, live in choosing:
+            states += live.sampler.ahead(row.draft_ids)
+            token_ids += _contexts(row)
         try:
-            choices = self.executor.sample([_executor_row(row) for row in rows], states, token_ids)
+            choices = iter(self.executor.sample([_executor_row(row) for row in rows], states, token_ids))
         except EngineError:
             raise
         except Exception as error:
@@ -130,8 +143,24 @@ class Engine:
         self._count_step(plan, started_at, ended_at)
         for row in rows:
             self.scheduler.apply(row)
-        for live, choice in zip(choosing, choices, strict=True):
-            self._outputs.append(self._accept(live, choice, ended_at))
+        for row, live in choosing:
+            confirmed = _confirmed(row.draft_ids, [next(choices) for _ in range(1 + len(row.draft_ids))])
+            if row.draft_ids:
+                self._count_draft(live, len(row.draft_ids), len(confirmed) - 1)
+            self._accept_all(live, confirmed, ended_at)
+
+    def _accept_all(self, live: LiveSequence, choices: list[Choice], now: float) -> None:
+        """Tokens of one step, in order, until one ends the sequence."""
+        previous, first = live.last_token_at, len(self._outputs)
+        for index, choice in enumerate(choices):
+            if index > 0:  # the one before was guessed, so it was run in this step
+                self.scheduler.advance(live.sequence, 1)
+            self._outputs.append(self._accept(live, choice, now))
+            if live.sequence.finish_reason is not None:
+                break
+        num_tokens = sum(len(output.token_ids) for output in self._outputs[first:])
+        if previous is not None and num_tokens:  # tokens that came together shared the time
+            self.stats.itl.observe((now - previous) / num_tokens, num_tokens)
 
     def _accept(self, live: LiveSequence, choice: Choice, now: float) -> SequenceOutput:
         """Append a token chosen just now to its sequence; end the sequence where that is due."""
@@ -173,6 +202,8 @@ class Engine:
             num_prompt_tokens=sequence.num_prompt,
             num_cached_tokens=sequence.num_cached or 0,
             num_output_tokens=sequence.num_output,
+            num_draft_tokens=live.num_draft_tokens,
+            num_accepted_tokens=live.num_accepted_tokens,
         )
 
     def _final_output(self, live: LiveSequence, error: str | None = None) -> SequenceOutput:
@@ -190,6 +221,8 @@ class Engine:
         assert reason is not None
         output.finish_reason = reason
         del self._live[output.request_id]
+        if self._speculator:
+            self._speculator.forget(output.request_id)
         self.stats.finished["queue_timeout" if output.queue_timed_out else reason.value] += 1
 
     def _count_step(self, plan: StepPlan, started_at: float, ended_at: float) -> None:
@@ -197,6 +230,8 @@ class Engine:
         stats.step.observe(ended_at - started_at)
         if plan.decode:
             stats.decode_batch_size.observe(len(plan.decode))
+            if self._speculator and not plan.prefill:
+                self._speculator.cost.observe(plan.num_decode_tokens, ended_at - started_at)
         if plan.prefill:
             stats.prefill_batch_size.observe(len(plan.prefill))
         for sequence in plan.started:
@@ -208,9 +243,15 @@ class Engine:
         self.stats.generated_tokens += 1
         if live.last_token_at is None:
             self.stats.ttft.observe(now - live.sequence.request.arrived_at)
-        else:
-            self.stats.itl.observe(now - live.last_token_at)
         live.last_token_at = now
+
+    def _count_draft(self, live: LiveSequence, num_drafted: int, num_accepted: int) -> None:
+        assert self._speculator is not None
+        self._speculator.learn(live.sequence, num_drafted, num_accepted)
+        live.num_draft_tokens += num_drafted
+        live.num_accepted_tokens += num_accepted
+        self.stats.draft_tokens += num_drafted
+        self.stats.accepted_tokens += num_accepted
 
     def _update_gauges(self) -> None:
         stats, blocks = self.stats, self.blocks
@@ -221,9 +262,24 @@ class Engine:
 
 def _executor_row(row: ScheduledRow) -> Row:
     sequence, start = row.sequence, row.sequence.num_computed
+    token_ids = [*sequence.token_ids[start : start + row.num_tokens], *row.draft_ids]
     return Row(
-        token_ids=np.array(sequence.token_ids[start : start + row.num_tokens], np.int64),  # type: ignore[arg-type]
+        token_ids=np.array(token_ids, np.int64),  # type: ignore[arg-type]
         past_length=start,
         page_ids=sequence.page_ids,
-        num_logits=1 if row.is_last_chunk else 0,
+        num_logits=1 + len(row.draft_ids) if row.is_last_chunk else 0,
     )
+
+
+def _contexts(row: ScheduledRow) -> list[list[int]]:
+    """Prompt and output before the next token and, were the draft right, before each one after."""
+    token_ids = row.sequence.token_ids
+    return [token_ids, *([*token_ids, *row.draft_ids[:count]] for count in range(1, 1 + len(row.draft_ids)))]
+
+
+def _confirmed(draft_ids: tuple[int, ...], choices: list[Choice]) -> list[Choice]:
+    """Choices up to the first that is not what was guessed: those after it were made on a wrong guess."""
+    right = 0
+    while right < len(draft_ids) and choices[right].token_id == draft_ids[right]:
+        right += 1
+    return choices[: right + 1]

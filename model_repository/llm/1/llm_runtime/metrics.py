@@ -31,6 +31,8 @@ COUNTERS = {
     "llm_prompt_tokens": "Prompt tokens of requests that started",
     "llm_prefix_hit_tokens": "Prompt tokens whose keys and values the prefix cache had",
     "llm_generated_tokens": "Tokens generated",
+    "llm_draft_tokens": "Tokens guessed ahead by speculation and checked",
+    "llm_accepted_tokens": "Tokens guessed ahead that were right",
     "llm_preemptions": "Times a sequence gave up its pages to be computed again later",
     "llm_evicted_pages": "Cached pages given up for others",
     "llm_finished_requests": "Requests by how they ended",
@@ -85,6 +87,8 @@ class Stats:
     prompt_tokens: int = 0
     prefix_hit_tokens: int = 0
     generated_tokens: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
     preemptions: int = 0
     evicted_pages: int = 0
     finished: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(END_REASONS, 0)))
@@ -121,6 +125,8 @@ def counter_values(stats: Stats) -> dict[Series, float]:
         ("llm_prompt_tokens", ""): stats.prompt_tokens,
         ("llm_prefix_hit_tokens", ""): stats.prefix_hit_tokens,
         ("llm_generated_tokens", ""): stats.generated_tokens,
+        ("llm_draft_tokens", ""): stats.draft_tokens,
+        ("llm_accepted_tokens", ""): stats.accepted_tokens,
         ("llm_preemptions", ""): stats.preemptions,
         ("llm_evicted_pages", ""): stats.evicted_pages,
     }

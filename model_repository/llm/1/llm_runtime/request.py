@@ -138,6 +138,7 @@ class RequestParser:
             stop_strings=fields.get("stop_words", ()),
             bad_token_sequences=self._bad_sequences(fields.get("bad_words", ())),
             num_top_logprobs=num_top,
+            speculation=fields.get("speculation", True),
             wants_logprobs=num_top > 0
             or any(fields.get(name, False) for name in ("return_log_probs", "return_logprobs", "return_cumulative_logprob")),
         )

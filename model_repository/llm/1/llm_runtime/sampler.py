@@ -6,6 +6,7 @@ of them costs one argmax. Vocabularies reach 262,144 entries, so nothing here so
 
 from __future__ import annotations
 
+import copy
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -48,7 +49,7 @@ class SamplerState:
     def __init__(self, params: SamplingParams, prompt_ids: Sequence[int], default_end_ids: Sequence[int]) -> None:
         self.params = params
         self.end_ids = tuple(default_end_ids if params.end_ids is None else params.end_ids)
-        self.output_ids: list[int] = []
+        self.num_output = 0
         # Without a seed every request gets one of its own; drawing is then the same code for both.
         self._seed = secrets.randbits(64) if params.seed is None else params.seed
         self._prompt_ids = np.unique(np.asarray(prompt_ids, np.int64)) if params.repetition_penalty != 1.0 else None
@@ -63,11 +64,23 @@ class SamplerState:
     def changes_logits(self) -> bool:
         p = self.params
         penalties = p.repetition_penalty != 1.0 or p.presence_penalty != 0.0 or p.frequency_penalty != 0.0
-        return penalties or bool(p.bad_token_sequences) or len(self.output_ids) < p.min_tokens
+        return penalties or bool(p.bad_token_sequences) or self.num_output < p.min_tokens
 
     def append(self, token_id: int) -> None:
-        self.output_ids.append(token_id)
+        self.num_output += 1
         self._counts[token_id] = self._counts.get(token_id, 0) + 1
+
+    def ahead(self, draft_ids: Sequence[int]) -> list[SamplerState]:
+        """The states at the next token and at each one after, if these were the tokens: one more than there are drafts."""
+        states = [self]
+        for token_id in draft_ids:
+            state = states[-1]
+            if not state.is_plain_greedy:  # or nothing of the state counts
+                state = copy.copy(state)
+                state._counts = dict(state._counts)
+                state.append(token_id)
+            states.append(state)
+        return states
 
     def edits(self, token_ids: Sequence[int], vocab_size: int) -> Edits:
         """What penalties and bans change in the next row of logits. `token_ids` are the sequence's, prompt and output."""
@@ -79,7 +92,7 @@ class SamplerState:
         for *head, last in p.bad_token_sequences:
             if len(head) <= len(token_ids) and list(token_ids[len(token_ids) - len(head) :]) == head:
                 banned.append(last)
-        if len(self.output_ids) < p.min_tokens:
+        if self.num_output < p.min_tokens:
             banned += self.end_ids
         return Edits(
             repeated=NONE if self._prompt_ids is None else np.union1d(self._prompt_ids, counted),
@@ -101,11 +114,11 @@ class SamplerState:
     def uniform(self) -> float:
         """The draw for the next output token: a function of the seed and the token's number alone, so that neither batching
         nor a preemption changes it (Philox, Salmon et al., SC 2011)."""
-        return np.random.Generator(np.random.Philox(key=self._seed, counter=len(self.output_ids))).random()
+        return np.random.Generator(np.random.Philox(key=self._seed, counter=self.num_output)).random()
 
 
 def choose(logits: Floats, states: Sequence[SamplerState], token_ids: Sequence[Sequence[int]]) -> list[Choice]:
-    """One choice a row. logits: float32 [rows, vocab], not changed; token_ids: each row's prompt and output so far."""
+    """One choice a row. logits: float32 [rows, vocab], not changed; token_ids: the tokens before each."""
     greedy = logits.argmax(axis=1)
     return [
         _plain(row, int(best)) if state.is_plain_greedy else _choose_row(row, state, tokens)

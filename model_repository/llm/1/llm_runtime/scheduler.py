@@ -22,10 +22,11 @@ from llm_runtime.types import FinishReason
 
 @dataclass(frozen=True, slots=True)
 class ScheduledRow:
-    """Run the next `num_tokens` uncomputed tokens of `sequence`."""
+    """Run the next `num_tokens` uncomputed tokens of `sequence`, and after the newest these guesses."""
 
     sequence: Sequence
     num_tokens: int
+    draft_ids: tuple[int, ...] = ()
 
     @property
     def is_last_chunk(self) -> bool:
@@ -43,12 +44,25 @@ class StepPlan:
     def rows(self) -> list[ScheduledRow]:
         return self.decode + self.prefill
 
+    @property
+    def num_decode_tokens(self) -> int:
+        return sum(1 + len(row.draft_ids) for row in self.decode)
+
 
 class Scheduler:
     """Holds the queues. `running` is in order of arrival; each call costs in proportion to it, not to those that wait."""
 
-    def __init__(self, blocks: BlockManager, max_sequences: int, max_step_tokens: int, prefill_chunk_tokens: int) -> None:
+    def __init__(
+        self,
+        blocks: BlockManager,
+        max_sequences: int,
+        max_step_tokens: int,
+        prefill_chunk_tokens: int,
+        max_context: int | None = None,
+    ) -> None:
+        """`max_context`: tokens that a sequence can have; None: as many as the pool."""
         self.blocks = blocks
+        self._max_context = max_context or blocks.num_pages * blocks.page_size
         self._max_sequences = max_sequences
         self._max_step_tokens = max_step_tokens
         self._prefill_chunk_tokens = prefill_chunk_tokens
@@ -85,7 +99,7 @@ class Scheduler:
         plan = StepPlan()
         self._plan_decode(plan)
         chunk = self._prefill_chunk_tokens if plan.decode else self._max_step_tokens
-        budget = min(chunk, self._max_step_tokens - len(plan.decode))
+        budget = min(chunk, self._max_step_tokens - plan.num_decode_tokens)
         for sequence in self.running:
             if sequence.num_uncomputed > 1 and budget > 0:
                 budget -= self._plan_prefill(plan, sequence, budget)
@@ -95,8 +109,11 @@ class Scheduler:
 
     def apply(self, row: ScheduledRow) -> None:
         """The row came back: its tokens are computed, and pages that became full are known from now on."""
-        sequence = row.sequence
-        sequence.num_computed += row.num_tokens
+        self.advance(row.sequence, row.num_tokens)
+
+    def advance(self, sequence: Sequence, num_tokens: int) -> None:
+        """So many more of its tokens are computed."""
+        sequence.num_computed += num_tokens
         page_size = self.blocks.page_size
         while (len(sequence.entries) + 1) * page_size <= sequence.num_computed:
             index = len(sequence.entries)
@@ -115,11 +132,34 @@ class Scheduler:
         sequence.finish_reason = reason
 
     def _plan_decode(self, plan: StepPlan) -> None:
+        # Guesses never take the place of a running sequence's token or of a prompt's chunk.
+        spare = self._max_step_tokens - len(self.running)
+        if self.num_waiting or any(sequence.num_uncomputed > 1 for sequence in self.running):
+            spare -= self._prefill_chunk_tokens
+        growing: list[Sequence] = []
         for sequence in list(self.running):
             if sequence.state is not State.RUNNING or sequence.num_uncomputed != 1:
                 continue
             if self._grow(sequence):
-                plan.decode.append(ScheduledRow(sequence, 1))
+                growing.append(sequence)
+        for sequence in growing:  # afterwards, so that no page goes to a guess that a token needs
+            draft = self._draft(sequence, spare)
+            spare -= len(draft)
+            plan.decode.append(ScheduledRow(sequence, 1, draft))
+
+    def _draft(self, sequence: Sequence, spare: int) -> tuple[int, ...]:
+        """As much of the sequence's draft as can be used: there is always one token more than are accepted."""
+        draft, sequence.draft_ids = sequence.draft_ids, []
+        if not draft:
+            return ()
+        length = len(sequence.token_ids)
+        left = sequence.request.sampling.max_tokens - sequence.num_output - 1
+        count = max(0, min(len(draft), spare, left, self._max_context - length - 1))
+        missing = self.blocks.pages_for(length + count) - len(sequence.page_ids)
+        if missing > 0 and not self.num_waiting:
+            sequence.page_ids += self.blocks.allocate(min(missing, self.blocks.num_available))
+        count = min(count, len(sequence.page_ids) * self.blocks.page_size - length)
+        return tuple(draft[:count])
 
     def _grow(self, sequence: Sequence) -> bool:
         """A page for the sequence's next token; preempts the newest, at last itself (then False)."""
@@ -173,7 +213,7 @@ class Scheduler:
 
     def _release(self, sequence: Sequence) -> None:
         self.blocks.release(sequence.page_ids)
-        sequence.page_ids, sequence.entries, sequence.num_computed = [], [], 0
+        sequence.page_ids, sequence.entries, sequence.num_computed, sequence.draft_ids = [], [], 0, []
 
     def _add_deadline(self, limit: float, sequence: Sequence) -> None:
         """Ended sequences leave the heap when they are due, or here, once they are most of it: a far deadline must not keep

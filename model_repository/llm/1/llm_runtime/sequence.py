@@ -33,6 +33,7 @@ class Sequence:
         self.num_cached: int | None = None  # prompt tokens found in the prefix cache when first started
         self.page_ids: list[int] = []
         self.entries: list[PrefixEntry] = []
+        self.draft_ids: list[int] = []  # guesses of the tokens after the newest, to be checked in the next step
 
     @property
     def num_output(self) -> int:

@@ -40,6 +40,7 @@ class SamplingParams:
     bad_token_sequences: tuple[tuple[int, ...], ...] = ()
     num_top_logprobs: int = 0  # alternatives to report beside the chosen token's own
     wants_logprobs: bool = False
+    speculation: bool = True  # where the engine offers it; changes no token
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,3 +84,5 @@ class SequenceOutput:
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache when first scheduled
     num_output_tokens: int = 0  # total so far
+    num_draft_tokens: int = 0  # guessed ahead and checked, so far
+    num_accepted_tokens: int = 0  # those of them that were right

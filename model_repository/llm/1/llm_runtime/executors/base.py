@@ -48,9 +48,9 @@ class Executor(Protocol):
         ...
 
     def sample(self, rows: Sequence[Row], states: Sequence[SamplerState], token_ids: Sequence[Sequence[int]]) -> list[Choice]:
-        """Run every row as `execute` does, and choose the next token of those with a logit (at most one each), in order.
+        """Run every row as `execute` does, and choose a token from each row of logits, in order.
 
-        states, token_ids: of each such row, the state of its sampler and its sequence's prompt and output so far. Chooses
+        states, token_ids: for each row of logits, the state of its sampler and the tokens before the one to choose. Chooses
         what sampler.choose chooses from the logits, wherever it is done: a device need not hand them over.
         """
         ...

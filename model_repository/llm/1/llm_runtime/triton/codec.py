@@ -65,6 +65,8 @@ def make_response(output: SequenceOutput, reply: ReplyOptions, cumulative_logpro
         tensors["num_input_tokens"] = np.array([output.num_prompt_tokens], np.int32)
     if last:
         tensors["num_cached_tokens"] = np.array([output.num_cached_tokens], np.int32)
+        tensors["num_draft_tokens"] = np.array([output.num_draft_tokens], np.int32)
+        tensors["num_accepted_tokens"] = np.array([output.num_accepted_tokens], np.int32)
     if last or reply.finish_reason:
         tensors["finish_reason"] = _strings(output.finish_reason.value if output.finish_reason else "")
     if reply.batch_index or last:

@@ -152,4 +152,5 @@ def _engine_config(parameters: Parameters, manifest: EngineManifest, max_context
         max_context=max_context,
         end_ids=manifest.model.eos_token_ids,
         prefix_caching=parameters.prefix_caching,
+        max_draft_tokens=0 if parameters.speculation == "off" else parameters.max_draft_tokens,
     )
