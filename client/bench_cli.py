@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -42,6 +43,9 @@ def bench_command(
     duration: Annotated[float, typer.Option(help="Send nothing more after so many seconds; 0: send all.", min=0)] = 0,
     speedup: Annotated[float, typer.Option(help="Replay a workload so many times as fast.", min=1e-3)] = 1.0,
     warmup: Annotated[int, typer.Option(help="Requests before, one at a time, that do not count.", min=0)] = 1,
+    warm_cache: Annotated[
+        bool, typer.Option("--warm-cache", help="Let the prefix cache serve what earlier runs left there.")
+    ] = False,
     slo: Annotated[str, typer.Option(help="Limits for goodput, as ttft_p99=500ms,itl_p99=80ms.")] = "",
     protocol: Annotated[str, typer.Option(help="grpc or http.")] = "grpc",
     url: Annotated[str, typer.Option(help="host:port for grpc (8001), http://host:port for http (8000).")] = "",
@@ -72,6 +76,8 @@ def bench_command(
         plan = read_workload(workload) if workload else make_workload(spec)
         if speedup != 1.0:
             plan = plan.scaled(speedup)
+        if not warm_cache:
+            plan = plan.apart(uuid.uuid4().hex)
         measurement = _run(plan, concurrency or None, duration or None, warmup, protocol, url, metrics_url, model, console)
     except ClientError as error:
         typer.secho(f"error: {error}", fg="red", err=True)

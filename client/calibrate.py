@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -62,7 +63,9 @@ class Calibration:
     async def _evaluate(self, setting: Setting, rate: float) -> Outcome:
         await self.server.apply(setting)
         await warm_up(self.transport)
-        measurement = await self._measure(Bench(self.transport, self.workload.sustained(rate), reader=self.reader))
+        # The prefix cache of a setting that is measured again holds the prompts of the last time.
+        workload = self.workload.apart(uuid.uuid4().hex).sustained(rate)
+        measurement = await self._measure(Bench(self.transport, workload, reader=self.reader))
         config = with_setting(self.server.original, setting)
         findings = diagnose(take_readings(measurement.samples, config))
         hints = tuple((move.knob, move.direction) for finding in findings for move in finding.moves)

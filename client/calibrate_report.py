@@ -25,7 +25,9 @@ def verdict_line(result: Result, workload: Workload) -> str:
     if result.verdict == "none":
         return f"No setting met the SLO at any rate that was tried; nearest: {changes(result)}."
     if result.verdict == "baseline":
-        return f"No setting was better than the present one, which meets the SLO up to {capacity(result.baseline_capacity)}."
+        # After an interruption nothing was concluded; what was measured stands.
+        own = result.baseline_capacity or result.capacity(result.baseline)
+        return f"No setting was better than the present one, which meets the SLO up to {capacity(own)}."
     return (
         f"{changes(result)}: meets the SLO up to {capacity(result.chosen_capacity)}; "
         f"the present setting, up to {capacity(result.baseline_capacity)}."

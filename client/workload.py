@@ -62,23 +62,27 @@ class Workload:
         planned = tuple(each if each.at is None else replace(each, at=each.at / factor) for each in self.planned)
         return replace(self, planned=planned, description=f"{self.description}, {factor:g} times as fast")
 
+    def apart(self, run: str) -> Workload:
+        """The same requests with salts of this run, so that the prefix cache has nothing of another one."""
+        return replace(self, planned=tuple(_apart(each, run) for each in self.planned))
+
     def sustained(self, factor: float) -> Workload:
         """`factor` times as many requests a second, for as long as this workload lasts: where it has too few, it is sent again,
-        with a salt of the round, so that the prefix cache has nothing of the one before."""
+        each time apart from the others."""
         if self.rate is None or factor <= 1:
             return self.scaled(factor)
         length = len(self.planned) / self.rate
         rounds = [
-            replace(
-                each,
-                at=(each.at or 0.0) + number * length,
-                request=replace(each.request, cache_salt=f"{each.request.cache_salt}/{number}") if number else each.request,
-            )
+            replace(_apart(each, str(number)), at=(each.at or 0.0) + number * length)
             for number in range(math.ceil(factor))
             for each in self.planned
         ]
         count = round(factor * len(self.planned))
         return replace(self, planned=tuple(rounds[:count])).scaled(factor)
+
+
+def _apart(planned: Planned, run: str) -> Planned:
+    return replace(planned, request=replace(planned.request, cache_salt=f"{planned.request.cache_salt}/{run}"))
 
 
 def _is_lengths(text: str) -> str:

@@ -48,7 +48,11 @@ def test_it_measures_writes_what_it_found_and_puts_the_configuration_back(server
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["says"] in done.stdout
     assert {trial["setting"]["max_sequences"] for trial in report["trials"]} >= {1}
-    assert all(trial["outcome"]["details"]["requests"] == 20 for trial in report["trials"])
+    for trial in report["trials"]:
+        details = trial["outcome"]["details"]
+        assert details["cached_tokens"] == 0, "no trial finds the prompts of another in the prefix cache"
+        planned = round(20 * max(1.0, trial["rate"]))
+        assert details["requests"] == planned or trial["outcome"]["ratio"] > 2.0
     found = read_message((tmp_path / "found.pbtxt").read_text())
     assert read_setting(found, ["max_sequences"]) == report["chosen"]
     page = (tmp_path / "report.html").read_text()

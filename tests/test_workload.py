@@ -162,4 +162,16 @@ def test_a_sustained_rate_lasts_as_long_as_the_workload():
         assert times == sorted(times)
     prompts = Counter((each.request.prompt, each.request.cache_salt) for each in workload.sustained(8.0).planned)
     assert set(prompts.values()) == {1}, "a round may find nothing of the one before in the prefix cache"
-    assert workload.sustained(8.0).planned[:40] == workload.scaled(8.0).planned
+    assert workload.sustained(1.0).planned == workload.planned
+
+
+def test_runs_that_are_kept_apart_share_no_salt_and_keep_their_groups():
+    workload = make_workload(
+        {"requests": 30, "classes": [{"salted": True, "prefix_tokens": 5, "prefix_count": 3}, {"share": 2}]}
+    )
+    salts = {}
+    for run in ("a", "b"):
+        salts[run] = [each.request.cache_salt for each in workload.apart(run).planned]
+        groups = {(before.request.cache_salt, salt) for before, salt in zip(workload.planned, salts[run], strict=True)}
+        assert len(groups) == len({before for before, _ in groups}) == 4
+    assert not set(salts["a"]) & set(salts["b"])
