@@ -6,7 +6,7 @@ import pytest
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
-from llm_runtime.config import Parameters, read_parameters, resolve_engine_dir, size_cache
+from llm_runtime.config import Parameters, PinnedPrefix, check_prefixes, read_parameters, resolve_engine_dir, size_cache
 from llm_runtime.errors import ConfigError
 from tests.manifests import make_manifest
 
@@ -42,6 +42,11 @@ def test_an_unknown_parameter_names_the_nearest():
         ("kv_cache_memory_mb", "-1"),
         ("attention", "flash"),
         ("prefix_caching", "maybe"),
+        ("speculation", "draft"),
+        ("pinned_prefixes", "You are"),
+        ("pinned_prefixes", '{"text": "You are"}'),
+        ("pinned_prefixes", '[{"text": ""}]'),
+        ("pinned_prefixes", '[{"text": "a", "salt": "b"}]'),
     ],
 )
 def test_a_bad_value_names_key_value_and_meaning(key, value):
@@ -96,3 +101,24 @@ def test_a_pool_of_less_than_two_pages_names_the_memory_needed():
 def test_a_context_over_the_engines_is_refused():
     with pytest.raises(ConfigError, match="max_context 5000 is over the engine's 4096"):
         size_cache(Parameters(engine_dir="x", max_context=5000), make_manifest(max_context=4096))
+
+
+def test_pinned_prefixes_are_texts_or_texts_with_a_salt():
+    text = '["You are kind.", {"text": "You are brief.", "cache_salt": "tenant"}]'
+    prefixes = read_parameters(entries(engine_dir="x", pinned_prefixes=text)).pinned_prefixes
+    assert prefixes == (PinnedPrefix(text="You are kind."), PinnedPrefix(text="You are brief.", cache_salt="tenant"))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "caching", "message"),
+    [
+        ([40], "false", "need prefix_caching true"),
+        ([40, 15], "true", r"pinned_prefixes\[1\] has 15 tokens; only whole pages, of 16 tokens"),
+        ([170, 170], "true", "take 20 of the KV cache's 32 pages; allowed: half of them"),
+    ],
+)
+def test_prefixes_that_cannot_be_pinned_are_refused(lengths, caching, message):
+    parameters = read_parameters(entries(engine_dir="x", prefix_caching=caching))
+    with pytest.raises(ConfigError, match=message):
+        check_prefixes(parameters, lengths, 16, 32)
+    assert check_prefixes(read_parameters(entries(engine_dir="x")), [40, 100], 16, 32) == 8

@@ -391,3 +391,54 @@ def test_random_schedules_keep_the_laws(seed, max_draft_tokens):
         if result.reason is FinishReason.LENGTH:
             assert result.token_ids == whole
     assert engine.stats.finished.total() == len(requests)
+
+
+def test_a_pinned_prefix_is_a_hit_from_the_first_request_on_and_never_evicted():
+    executor = FakeExecutor(num_pages=16)
+    engine = make_engine(executor, max_context=40)
+    pinned = prompts(1, 14, 14, seed=8)[0]
+    engine.pin([(tuple(pinned), ""), (tuple(pinned), "A")])
+    assert (engine.stats.pages_used, engine.stats.generated_tokens, engine.stats.finished.total()) == (6, 0, 0)
+    for round_number in range(12):  # more than the pool holds
+        tail = prompts(1, 20, 20, seed=100 + round_number)[0]
+        for name, prompt, salt in (("own", [*pinned, 5, round_number + 2], ""), ("other", tail, "")):
+            engine.add(make_request(name, prompt, max_tokens=3, cache_salt=salt))
+            found: list[int] = []
+            while engine.has_work:
+                for output in engine.step(0.0):
+                    found += output.token_ids
+                    cached = output.num_cached_tokens
+                engine.blocks.check_invariants()
+            assert found == expected_output(prompt, 3)
+            assert cached == 12 or name == "other"
+    assert engine.stats.evicted_pages > 0
+    assert engine.stats.pages_used == 6
+
+
+def test_pinned_prefixes_are_computed_anew_after_a_failure():
+    executor = FakeExecutor(num_pages=16, fail_at=2)
+    engine = make_engine(executor, max_context=40)
+    pinned = prompts(1, 14, 14, seed=8)[0]
+    prefixes = [(tuple(pinned), "")]
+    engine.pin(prefixes)
+    engine.add(make_request("a", [*pinned, 5], max_tokens=5))
+    engine.step(0.0)
+    with pytest.raises(EngineError):
+        engine.step(0.0)
+    engine.fail_all("lost")
+    executor.pool[:] = -1
+    engine.pin(prefixes)
+    engine.blocks.check_invariants()
+    assert engine.stats.pages_used == 3
+    engine.add(make_request("b", [*pinned, 5], max_tokens=5))
+    outputs = [output for _ in range(6) for output in engine.step(0.0)]
+    assert outputs[-1].num_cached_tokens == 12
+    assert [token for output in outputs for token in output.token_ids] == expected_output([*pinned, 5], 5)
+
+
+def test_a_prefix_that_cannot_be_computed_says_so():
+    engine = make_engine(FakeExecutor(num_pages=16, fail_at=0), max_context=40)
+    with pytest.raises(EngineError, match="caught fire"):
+        engine.pin([((5,) * 14, "")])
+    with pytest.raises(RequestError, match="prompt: got 60 tokens"):
+        make_engine(FakeExecutor(num_pages=16), max_context=40).pin([((5,) * 60, "")])

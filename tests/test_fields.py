@@ -28,10 +28,13 @@ from llm_runtime.fields import read_fields
         ("stream", 1),
         ("stop_words", 3),
         ("beam_width", 2),
-        ("num_return_sequences", 2),
+        ("num_return_sequences", 65),
         ("return_context_logits", True),
         ("length_penalty", 0.5),
-        ("embedding_bias_words", ["a"]),
+        ("embedding_bias_weights", [101.0]),
+        ("logit_bias", {"7": 101}),
+        ("logit_bias", {"x": 1}),
+        ("logit_bias", [7]),
         ("guided_decoding_guide_type", "json"),
     ],
 )
@@ -70,7 +73,7 @@ def test_empty_words_mean_none():
 
 def test_sampling_parameters_take_numbers_as_strings_and_the_vllm_backends_names():
     text = '{"temperature": "0.5", "max_tokens": "7", "stop": "x", "n": 1, "ignore_eos": true, "top_p": null}'
-    expected = {"temperature": 0.5, "max_tokens": 7, "stop_words": ("x",), "num_return_sequences": None, "ignore_eos": True}
+    expected = {"temperature": 0.5, "max_tokens": 7, "stop_words": ("x",), "num_return_sequences": 1, "ignore_eos": True}
     assert read_fields({"sampling_parameters": text}, {}) == expected
 
 

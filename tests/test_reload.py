@@ -45,7 +45,7 @@ def test_profiles_differ_from_config_pbtxt_only_in_knobs_of_batching():
         for key, parameter in shipped.parameters.items():
             if profile.parameters[key].string_value != parameter.string_value:
                 changed.add(key)
-    assert changed == {"max_sequences", "prefill_chunk_tokens", "max_step_tokens"}
+    assert changed == {"max_sequences", "prefill_chunk_tokens", "max_step_tokens", "speculation"}
 
 
 @pytest.mark.parametrize("profile", PROFILES)

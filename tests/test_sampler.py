@@ -128,13 +128,21 @@ def test_penalties_equal_a_token_by_token_reference(seed):
     rng = random.Random(seed)
     prompt, output = ([rng.randrange(VOCAB) for _ in range(rng.randint(0, 30))] for _ in range(2))
     repetition, presence, frequency = rng.uniform(0.5, 2), rng.uniform(-2, 2), rng.uniform(-2, 2)
-    state = make_state(prompt, output, repetition_penalty=repetition, presence_penalty=presence, frequency_penalty=frequency)
+    bias = {rng.randrange(VOCAB): rng.uniform(-5, 5) for _ in range(rng.choice([0, 10]))}
+    state = make_state(
+        prompt,
+        output,
+        repetition_penalty=repetition,
+        presence_penalty=presence,
+        frequency_penalty=frequency,
+        logit_bias=tuple(bias.items()),
+    )
     logits = make_logits(seed)
     wanted = logits.astype(np.float64)
     for token in range(VOCAB):
         if token in prompt or token in output:
             wanted[token] *= repetition if wanted[token] <= 0 else 1 / repetition
-        wanted[token] -= presence * (token in output) + frequency * output.count(token)
+        wanted[token] -= presence * (token in output) + frequency * output.count(token) - bias.get(token, 0.0)
     state.adjust(logits, prompt + output)
     np.testing.assert_allclose(logits, wanted, rtol=1e-5, atol=1e-5)
 

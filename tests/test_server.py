@@ -459,3 +459,30 @@ def test_errors_keep_their_status_through_llm_vllm(server):
     assert (status, json.loads(text)["error"][:13]) == (400, "top_k: got -2")
     late = {"text_input": PROMPT, "sampling_parameters": '{"max_tokens": 5}', "timeout": 1, "priority": 1, "sequence_id": 3}
     assert post(server, "llm_vllm/generate", late)[0] == 200  # these three do nothing over HTTP, and break nothing
+
+
+def test_biases_by_token_and_by_word_force_and_ban(client, tokenizer):
+    plain = client.generate(PROMPT, max_tokens=6, ignore_eos=True).token_ids
+    wanted = next(token for token in range(10, 60) if token not in plain)
+    forced = client.generate(
+        PROMPT, max_tokens=4, ignore_eos=True, sampling_parameters=json.dumps({"logit_bias": {str(wanted): 100}})
+    )
+    assert forced.token_ids == [wanted] * 4
+    banned = client.generate(
+        PROMPT, max_tokens=6, ignore_eos=True, sampling_parameters=json.dumps({"logit_bias": {plain[0]: -100}})
+    )
+    assert plain[0] not in banned.token_ids
+    word = tokenizer.decode([wanted])
+    ids = {token for text in (word, f" {word}") for token in tokenizer.encode(text, add_special_tokens=False).ids}
+    by_word = client.generate(
+        PROMPT, max_tokens=4, ignore_eos=True, embedding_bias_words=[word], embedding_bias_weights=[100.0]
+    )
+    assert set(by_word.token_ids) <= ids
+    for fields, message in [
+        (
+            {"embedding_bias_words": ["a", "b"], "embedding_bias_weights": [1.0]},
+            "embedding_bias_weights: got 1; allowed: one for",
+        ),
+        ({"sampling_parameters": '{"logit_bias": {"99999999": 1}}'}, "logit_bias: got token id 99999999; allowed: 0 to"),
+    ]:
+        assert client.generate(PROMPT, **fields).error.startswith(message)

@@ -32,6 +32,7 @@ def random_params(rng: random.Random, vocab: int) -> SamplingParams:
         repetition_penalty=maybe(rng.uniform(0.5, 2.0), 1.0),  # type: ignore[arg-type]
         presence_penalty=maybe(rng.uniform(-2, 2), 0.0, 0.3),  # type: ignore[arg-type]
         frequency_penalty=maybe(rng.uniform(-2, 2), 0.0, 0.3),  # type: ignore[arg-type]
+        logit_bias=tuple((rng.randrange(vocab), rng.uniform(-9, 9)) for _ in range(rng.choice([0, 0, 3]))),
         min_tokens=maybe(8, 0, 0.3),  # type: ignore[arg-type]
         end_ids=(0, vocab - 1, 2**31 - 1),
         bad_token_sequences=maybe(bad, (), 0.3),  # type: ignore[arg-type]

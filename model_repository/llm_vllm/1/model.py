@@ -52,23 +52,25 @@ class TritonPythonModel:
             sender = request.get_response_sender()
             try:
                 wanted = frozenset(request.requested_output_names())
-                forwarded = self._forwarded(request, wanted)
+                forwarded, num_sequences = self._forwarded(request, wanted)
             except Exception as error:  # its neighbours go on
                 pb_utils.Logger.log_error(f"a request could not be read: {error}")
                 sender.send(_error(f"the request could not be read: {error}", "INTERNAL"), flags=FINAL)
                 continue
-            self.loop.call_soon_threadsafe(self._start, sender, forwarded, wanted)
+            self.loop.call_soon_threadsafe(self._start, sender, forwarded, wanted, num_sequences)
 
     def finalize(self):
         self.loop.call_soon_threadsafe(self.closing.set)
         self.thread.join()
 
     def _forwarded(self, request, wanted):
-        """The request to `llm`, with a batch dimension; the reason is asked for since it says which response is the last."""
+        """The request to `llm`, with a batch dimension, and how many sequences it asks for: the last response is the one with
+        the last of their reasons, which are asked for therefore."""
         arrays = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
-        arrays["sampling_parameters"] = _with_defaults(arrays.get("sampling_parameters"))
+        text, sampling = _with_defaults(arrays.get("sampling_parameters"))
+        arrays["sampling_parameters"] = np.array([text.encode()], np.object_)
         parameters = json.loads(request.parameters() or "{}")
-        return {
+        forwarded = {
             "model_name": self.target,
             "inputs": [_tensor(name, array) for name, array in arrays.items()],
             "outputs": [grpcclient.InferRequestedOutput(name) for name in sorted(wanted | {"finish_reason"})],
@@ -76,6 +78,7 @@ class TritonPythonModel:
             "timeout": request.timeout() or None,
             "parameters": {key: value for key, value in parameters.items() if key not in RESERVED},
         }
+        return forwarded, _num_sequences(parameters | sampling)
 
     def _run(self):
         asyncio.set_event_loop(self.loop)
@@ -101,13 +104,13 @@ class TritonPythonModel:
             if sender.is_cancelled():
                 task.cancel()
 
-    def _start(self, sender, forwarded, wanted):
-        self.loop.create_task(self._forward(sender, forwarded, wanted))
+    def _start(self, sender, forwarded, wanted, num_sequences):
+        self.loop.create_task(self._forward(sender, forwarded, wanted, num_sequences))
 
-    async def _forward(self, sender, forwarded, wanted):
+    async def _forward(self, sender, forwarded, wanted, num_sequences):
         self.live[sender] = asyncio.current_task()  # here, since a task that is cancelled before it starts does not run at all
         try:
-            last = await self._pass_on(sender, forwarded, wanted)
+            last = await self._pass_on(sender, forwarded, wanted, num_sequences)
         except grpc.RpcError as error:
             last = _error(self._said(error), ERROR_CODES.get(error.code(), "INTERNAL"))
         except asyncio.CancelledError:
@@ -121,20 +124,22 @@ class TritonPythonModel:
         except Exception as error:  # the server refuses responses of a request that it has given up on
             pb_utils.Logger.log_info(f"a response could not be sent: {error}")
 
-    async def _pass_on(self, sender, forwarded, wanted):
+    async def _pass_on(self, sender, forwarded, wanted, num_sequences):
         """Send what comes but for the last response, which is returned."""
 
         async def one():
             yield forwarded
 
+        num_ended = 0
         responses = self.client.stream_infer(one(), headers=ERRORS_WITH_STATUS)
         try:
             async for result, error in responses:
                 if error is not None:
                     return _error(error.message(), "INTERNAL")
                 response = _response(result, wanted)
-                reason = result.as_numpy("finish_reason")
-                if reason is not None and reason.item():
+                reasons = result.as_numpy("finish_reason")
+                num_ended += 0 if reasons is None else np.count_nonzero(reasons)
+                if num_ended == num_sequences:
                     return response
                 sender.send(response)
             return _error(f"{self.target} ended without a last response", "INTERNAL")
@@ -167,11 +172,22 @@ def _tensor(name, array):
 
 
 def _with_defaults(array):
-    """vLLM's defaults under the client's own values. Text that is not a JSON object goes on as it is, to be refused."""
+    """(JSON text, the object in it) of the client's own values over vLLM's defaults. Text that is not a JSON object goes on as
+    it is, to be refused."""
     text = array.reshape(-1)[0].decode(errors="replace") if array is not None else "{}"
     try:
         given = json.loads(text or "{}")
     except (ValueError, RecursionError):
         given = None
-    merged = json.dumps(VLLM_DEFAULTS | given) if isinstance(given, dict) else text
-    return np.array([merged.encode()], np.object_)
+    if not isinstance(given, dict):
+        return text, {}
+    merged = VLLM_DEFAULTS | given
+    return json.dumps(merged), merged
+
+
+def _num_sequences(values):
+    """What is no number is refused by `llm`, in a single response."""
+    try:
+        return max(1, int(values.get("n") or values.get("num_return_sequences") or 1))
+    except (TypeError, ValueError):
+        return 1

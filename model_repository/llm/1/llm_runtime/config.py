@@ -7,20 +7,38 @@ names the nearest known one.
 from __future__ import annotations
 
 import difflib
+import json
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from llm_runtime.errors import ConfigError
 from llm_runtime.manifest import EngineManifest
 
 TRITON_KEYS = {"FORCE_CPU_ONLY_INPUT_TENSORS", "EXECUTION_ENV_PATH"}  # Triton's own, not ours
+
+
+class PinnedPrefix(BaseModel):
+    """A text that prompts start with, and the salt of the requests that may find it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    text: str = Field(min_length=1)
+    cache_salt: str = ""
+
+
+def _read_prefixes(value: Any) -> Any:
+    """JSON text; a string in the list stands for a prefix without a salt."""
+    values = json.loads(value or "[]") if isinstance(value, str) else value
+    if not isinstance(values, list | tuple):
+        raise ValueError("a list is needed")
+    return [{"text": each} if isinstance(each, str) else each for each in values]
 
 
 class Parameters(BaseModel):
@@ -36,6 +54,9 @@ class Parameters(BaseModel):
         0.0, ge=0, lt=1, description="part of the GPU memory left beside the engine for the KV page pool; 0: kv_cache_memory_mb"
     )
     prefix_caching: bool = Field(True, description="keep pages of finished prompts for later ones that start the same")
+    pinned_prefixes: Annotated[tuple[PinnedPrefix, ...], BeforeValidator(_read_prefixes)] = Field(
+        (), description='JSON list of texts, or of {"text": ..., "cache_salt": ...}, computed at load and kept'
+    )
     speculation: Literal["off", "ngram"] = Field("off", description="ngram: guess tokens ahead from the sequence's own text")
     max_draft_tokens: int = Field(8, ge=1, le=64, description="tokens guessed ahead for a sequence in a step, at most")
     default_max_tokens: int = Field(128, ge=1, description="max_tokens of a request that names none")
@@ -122,6 +143,24 @@ def longest_context(parameters: Parameters, manifest: EngineManifest, num_pages:
             f"{capacity} tokens; set {needed}, or max_context to {capacity} or less"
         )
     return min(parameters.max_context or limit, capacity)
+
+
+def check_prefixes(parameters: Parameters, lengths: Sequence[int], page_size: int, num_pages: int) -> int:
+    """Pages that the pinned prefixes, of so many tokens each, take for good. Raises ConfigError where they leave too few."""
+    if lengths and not parameters.prefix_caching:
+        raise ConfigError("config.pbtxt: pinned_prefixes need prefix_caching true")
+    for index, length in enumerate(lengths):
+        if length < page_size:
+            raise ConfigError(
+                f"config.pbtxt: pinned_prefixes[{index}] has {length} tokens; only whole pages, of {page_size} tokens, are kept"
+            )
+    pinned = sum(length // page_size for length in lengths)
+    if 2 * pinned > num_pages:
+        raise ConfigError(
+            f"config.pbtxt: pinned_prefixes take {pinned} of the KV cache's {num_pages} pages; allowed: half of them; set "
+            "kv_cache_memory_mb higher, or pin less"
+        )
+    return pinned
 
 
 def size_cache(parameters: Parameters, manifest: EngineManifest) -> tuple[int, int]:

@@ -18,7 +18,7 @@ from llm_runtime.sampler import Choice, SamplerState
 from llm_runtime.scheduler import ScheduledRow, Scheduler, StepPlan
 from llm_runtime.sequence import Sequence
 from llm_runtime.speculation import Speculator
-from llm_runtime.types import FinishReason, GenerationRequest, SequenceOutput
+from llm_runtime.types import FinishReason, GenerationRequest, SamplingParams, SequenceOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +73,7 @@ class Engine:
         self._live: dict[str, LiveSequence] = {}
         self._outputs: list[SequenceOutput] = []  # owed to the caller; kept here so that a step that fails loses none
         self._arrivals = 0
+        self._pinned_pages: list[int] = []
         self._update_gauges()
 
     @property
@@ -86,11 +87,38 @@ class Engine:
             raise RequestError(f"prompt: got {len(request.prompt_ids)} tokens; allowed: 1 to {longest}")
         if request.request_id in self._live:
             raise RequestError(f"request_id: got {request.request_id!r}, which is live; allowed: one of its own")
-        sequence = Sequence(request, self._arrivals)
+        leader = self._live.get(request.after or "") if self.config.prefix_caching else None
+        sequence = Sequence(request, self._arrivals, leader.sequence if leader else None)
         self._arrivals += 1
         self._live[request.request_id] = LiveSequence(sequence, self._tokenizer, self.config.end_ids)
         self.scheduler.add(sequence)
         self._update_gauges()
+
+    def pin(self, prefixes: list[tuple[tuple[int, ...], str]]) -> None:
+        """Compute these (token ids, salt) now, and keep their whole pages in the prefix cache for good, in place of what was
+        pinned before. Call while nothing is live; nothing of it is counted. Raises RequestError for one that does not fit,
+        EngineError."""
+        self.blocks.release(self._pinned_pages)
+        self._pinned_pages = []
+        counted, self.stats = self.stats, Stats()
+        try:
+            self._compute_pinned(prefixes)
+        finally:
+            self.stats = counted
+            self._update_gauges()
+
+    def _compute_pinned(self, prefixes: list[tuple[tuple[int, ...], str]]) -> None:
+        for token_ids, salt in prefixes:
+            sampling = SamplingParams(max_tokens=1, ignore_eos=True, speculation=False)
+            self.add(GenerationRequest("a pinned prefix", token_ids, sampling, cache_salt=salt))
+            while self.has_work:
+                for output in self.step(self._clock()):
+                    if output.error is not None:
+                        raise EngineError(f"a pinned prefix could not be computed: {output.error}")
+            # One more than there are, since a match leaves a token to run.
+            pages = [entry.page_id for entry in self.blocks.match([*token_ids, 0], salt)]
+            self.blocks.acquire(pages)
+            self._pinned_pages += pages
 
     def cancel(self, request_id: str) -> None:
         """End a request now, running or waiting; no effect on one that has ended."""

@@ -20,6 +20,8 @@ UINT64_MAX = 2**64 - 1
 # Of a list of words: every word is looked for at every step, on the thread that all requests share.
 MAX_WORDS = 1024
 MAX_WORD_LENGTH = 1024
+MAX_SEQUENCES = 64  # of one prompt
+MAX_BIAS = 100.0  # bans or forces a token in any model
 
 
 @dataclass(frozen=True)
@@ -94,9 +96,25 @@ def _neutral(*values: Any) -> Field:
     return Field(parse, f"{' or '.join(repr(v) for v in values)} (nothing else is offered)")
 
 
-def _no_words(raw: Any) -> None:
-    if _words(raw):
+def _bias_weights(raw: Any) -> tuple[float, ...]:
+    raw = raw if isinstance(raw, list | tuple) else [raw]
+    if len(raw) > MAX_WORDS:
         raise ValueError
+    return tuple(_bias(value) for value in raw)
+
+
+def _bias(raw: Any) -> float:
+    value = _number(raw)
+    if not -MAX_BIAS <= value <= MAX_BIAS:  # nor NaN
+        raise ValueError
+    return value
+
+
+def _logit_bias(raw: Any) -> tuple[tuple[int, float], ...]:
+    """A JSON object with token ids as keys, as OpenAI's clients send it."""
+    if not isinstance(raw, Mapping) or len(raw) > MAX_WORDS:
+        raise ValueError
+    return tuple((_integer(0, INT32_MAX).parse(token_id), _bias(bias)) for token_id, bias in raw.items())
 
 
 BOOLEAN = Field(_boolean, "true or false")
@@ -143,17 +161,24 @@ FIELDS: dict[str, Field] = {
     "skip_special_tokens": _neutral(True),
     "spaces_between_special_tokens": _neutral(True, False),
     "beam_width": _neutral(1, 0),
-    "num_return_sequences": _neutral(1, 0),
+    "num_return_sequences": _integer(0, MAX_SEQUENCES),
+    "best_of": _integer(0, MAX_SEQUENCES),
     "return_perf_metrics": _neutral(False),
     "return_context_logits": _neutral(False),
     "return_generation_logits": _neutral(False),
-    "embedding_bias_words": Field(_no_words, "an empty list (nothing else is offered)"),
-    "embedding_bias_weights": Field(lambda raw: None, "anything"),  # means nothing without its words
+    "logit_bias": Field(
+        _logit_bias, f"an object of up to {MAX_WORDS} token ids, each with a number from -{MAX_BIAS:g} to {MAX_BIAS:g}"
+    ),
+    "embedding_bias_words": WORDS,
+    "embedding_bias_weights": Field(
+        _bias_weights,
+        f"a list of up to {MAX_WORDS} numbers from -{MAX_BIAS:g} to {MAX_BIAS:g}, one for each of embedding_bias_words",
+    ),
     "guided_decoding_guide_type": _neutral(""),
     "guided_decoding_guide": _neutral(""),
 }
 # Other names for the same thing in `sampling_parameters` and request parameters (the vLLM backend's words).
-ALIASES = {"stop": "stop_words", "n": "num_return_sequences", "best_of": "num_return_sequences"}
+ALIASES = {"stop": "stop_words", "n": "num_return_sequences"}
 
 
 def read_fields(tensors: Mapping[str, Any], parameters: Mapping[str, Any]) -> dict[str, Any]:

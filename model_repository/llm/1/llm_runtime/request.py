@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tokenizers import Tokenizer
 
 from llm_runtime.errors import RequestError
-from llm_runtime.fields import read_fields
+from llm_runtime.fields import UINT64_MAX, read_fields
 from llm_runtime.types import GenerationRequest, SamplingParams
 
 
@@ -31,6 +31,8 @@ class ReplyOptions:
     stream: bool = False
     prompt_text: str = ""
     batch_index: int = 0
+    sequence_index: int = 0
+    num_sequences: int = 1  # of this prompt
     log_probs: bool = False
     logprobs_json: bool = False
     cumulative_logprob: bool = False
@@ -45,6 +47,19 @@ class ParsedRequest:
     reply: ReplyOptions
 
 
+def encode_prompt(tokenizer: Tokenizer, text: str, bos_token_id: int | None) -> tuple[int, ...]:
+    """Token ids of a text that starts a sequence. Raises RequestError where there are none."""
+    if not text:
+        raise RequestError("text_input: got ''; allowed: at least one character")
+    ids = tokenizer.encode(text).ids
+    # A prompt made by a chat template starts with the text of BOS already; the model was trained on one.
+    if len(ids) > 1 and ids[0] == ids[1] == bos_token_id:
+        del ids[0]
+    if not ids:
+        raise RequestError(f"text_input: got {text[:40]!r}, which the tokenizer turns into no tokens")
+    return tuple(ids)
+
+
 class RequestParser:
     """Checks a request at the border; what it lets through can run."""
 
@@ -53,18 +68,27 @@ class RequestParser:
         self._limits = limits
 
     def parse(
-        self, request_id: str, row: int, tensors: Mapping[str, Any], parameters: Mapping[str, Any], timeout_us: int, now: float
-    ) -> ParsedRequest:
-        """`tensors` holds row `row`'s values as Python objects (text, numbers, lists); `timeout_us` 0 is none; `now` in
-        seconds of the monotonic clock that the engine is driven by. Raises RequestError."""
+        self,
+        make_id: Callable[[], str],
+        row: int,
+        tensors: Mapping[str, Any],
+        parameters: Mapping[str, Any],
+        timeout_us: int,
+        now: float,
+    ) -> list[ParsedRequest]:
+        """What is to run for one row: a request for each sequence that it asks for.
+
+        `make_id` gives each an id; `tensors` holds row `row`'s values as Python objects (text, numbers, lists); `timeout_us` 0
+        is none; `now` in seconds of the monotonic clock that the engine is driven by. Raises RequestError.
+        """
         fields = read_fields(tensors, parameters)
         prompt_ids = self._prompt_ids(tensors)
         sampling = self._sampling(fields)
         deadline_ms = fields.get("deadline_ms", self._limits.max_deadline_ms)
         if self._limits.max_deadline_ms:
             deadline_ms = min(deadline_ms, self._limits.max_deadline_ms)
-        generation = GenerationRequest(
-            request_id=request_id,
+        first = GenerationRequest(
+            request_id=make_id(),
             prompt_ids=prompt_ids,
             sampling=sampling,
             cache_salt=fields.get("cache_salt", ""),
@@ -72,14 +96,20 @@ class RequestParser:
             deadline=now + deadline_ms / 1e3 if deadline_ms else None,
             arrived_at=now,
         )
-        return ParsedRequest(generation, _reply_options(fields, tensors, row))
+        reply = _reply_options(fields, tensors, row)
+        parsed = [ParsedRequest(first, reply)]
+        for index in range(1, reply.num_sequences):
+            seed = None if sampling.seed is None else (sampling.seed + index) % (UINT64_MAX + 1)
+            other = replace(first, request_id=make_id(), sampling=replace(sampling, seed=seed), after=first.request_id)
+            parsed.append(ParsedRequest(other, replace(reply, sequence_index=index)))
+        return parsed
 
     def _prompt_ids(self, tensors: Mapping[str, Any]) -> tuple[int, ...]:
         text, ids = tensors.get("text_input"), tensors.get("input_ids")
         if text is not None and ids is not None:
             raise RequestError("text_input, input_ids: both given; give one")
         if text is not None:
-            name, prompt = "text_input", self._encode(text)
+            name, prompt = "text_input", encode_prompt(self._tokenizer, text, self._limits.bos_token_id)
         elif ids is not None:
             name, prompt = "input_ids", tuple(ids)
             self._check_ids(prompt)
@@ -92,17 +122,6 @@ class RequestParser:
                 f"(a context of {self._limits.max_context} less one token to generate)"
             )
         return prompt
-
-    def _encode(self, text: str) -> tuple[int, ...]:
-        if not text:
-            raise RequestError("text_input: got ''; allowed: at least one character")
-        ids = self._tokenizer.encode(text).ids
-        # A prompt made by a chat template starts with the text of BOS already; the model was trained on one.
-        if len(ids) > 1 and ids[0] == ids[1] == self._limits.bos_token_id:
-            del ids[0]
-        if not ids:
-            raise RequestError(f"text_input: got {text[:40]!r}, which the tokenizer turns into no tokens")
-        return tuple(ids)
 
     def _check_ids(self, ids: Sequence[int]) -> None:
         if not ids:
@@ -137,26 +156,48 @@ class RequestParser:
             end_ids=(end_id,) if end_id >= 0 else None,
             stop_strings=fields.get("stop_words", ()),
             bad_token_sequences=self._bad_sequences(fields.get("bad_words", ())),
+            logit_bias=self._logit_bias(fields),
             num_top_logprobs=num_top,
             speculation=fields.get("speculation", True),
             wants_logprobs=num_top > 0
             or any(fields.get(name, False) for name in ("return_log_probs", "return_logprobs", "return_cumulative_logprob")),
         )
 
+    def _logit_bias(self, fields: Mapping[str, Any]) -> tuple[tuple[int, float], ...]:
+        """By token id, and by word: each token of a word as it is written and after a space."""
+        bias: dict[int, float] = {}
+        for token_id, value in fields.get("logit_bias", ()):
+            if token_id >= self._limits.vocab_size:
+                raise RequestError(f"logit_bias: got token id {token_id}; allowed: 0 to {self._limits.vocab_size - 1}")
+            bias[token_id] = value
+        words, weights = fields.get("embedding_bias_words", ()), fields.get("embedding_bias_weights", ())
+        if words and len(words) != len(weights):
+            raise RequestError(f"embedding_bias_weights: got {len(weights)}; allowed: one for each of {len(words)} words")
+        for word, value in zip(words, weights, strict=False):  # weights without words mean nothing
+            for token_id in sorted({token_id for ids in self._spellings(word) for token_id in ids}):
+                bias[token_id] = bias.get(token_id, 0.0) + value
+        return tuple(bias.items())
+
+    def _spellings(self, word: str) -> list[tuple[int, ...]]:
+        """A word at the start of a text and after a space have different tokens."""
+        encoded = (tuple(self._tokenizer.encode(text, add_special_tokens=False).ids) for text in (word, f" {word}"))
+        return [ids for ids in encoded if ids]
+
     def _bad_sequences(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """A word at the start of a text and after a space have different tokens; both are banned."""
-        spellings = (spelling for word in words for spelling in (word, f" {word}"))
-        encoded = (tuple(self._tokenizer.encode(text, add_special_tokens=False).ids) for text in spellings)
-        return tuple(dict.fromkeys(ids for ids in encoded if ids))
+        return tuple(dict.fromkeys(ids for word in words for ids in self._spellings(word)))
 
 
 def _reply_options(fields: Mapping[str, Any], tensors: Mapping[str, Any], row: int) -> ReplyOptions:
     stream = fields.get("stream", False)
     echo = not stream and not fields.get("exclude_input_in_output", True)
+    num_sequences = fields.get("num_return_sequences", 1) or 1
+    if fields.get("best_of", 1) > num_sequences:
+        raise RequestError(f"best_of: got {fields['best_of']}; allowed: up to n, {num_sequences} (all that run are returned)")
     return ReplyOptions(
         stream=stream,
         prompt_text=tensors.get("text_input", "") if echo else "",
         batch_index=row,
+        num_sequences=num_sequences,
         log_probs=fields.get("return_log_probs", False),
         logprobs_json=fields.get("return_logprobs", False),
         cumulative_logprob=fields.get("return_cumulative_logprob", False),

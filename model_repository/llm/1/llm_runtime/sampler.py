@@ -64,7 +64,7 @@ class SamplerState:
     def changes_logits(self) -> bool:
         p = self.params
         penalties = p.repetition_penalty != 1.0 or p.presence_penalty != 0.0 or p.frequency_penalty != 0.0
-        return penalties or bool(p.bad_token_sequences) or self.num_output < p.min_tokens
+        return penalties or bool(p.logit_bias or p.bad_token_sequences) or self.num_output < p.min_tokens
 
     def append(self, token_id: int) -> None:
         self.num_output += 1
@@ -86,22 +86,32 @@ class SamplerState:
         """What penalties and bans change in the next row of logits. `token_ids` are the sequence's, prompt and output."""
         p = self.params
         counted = np.fromiter(self._counts.keys(), np.int64, len(self._counts))
-        counts = np.fromiter(self._counts.values(), np.float32, len(self._counts))
-        num_losses = len(counted) if p.presence_penalty or p.frequency_penalty else 0
         banned: list[int] = []
         for *head, last in p.bad_token_sequences:
             if len(head) <= len(token_ids) and list(token_ids[len(token_ids) - len(head) :]) == head:
                 banned.append(last)
         if self.num_output < p.min_tokens:
             banned += self.end_ids
+        lost_ids, losses = self._losses()
         return Edits(
             repeated=NONE if self._prompt_ids is None else np.union1d(self._prompt_ids, counted),
             repetition_penalty=p.repetition_penalty,
-            counted=counted[:num_losses],
-            losses=(np.float32(p.presence_penalty) + np.float32(p.frequency_penalty) * counts)[:num_losses],
+            counted=lost_ids,
+            losses=losses,
             # Ids that the model does not have (an end_id is any number that a client sends) are banned already.
             banned=np.array([token_id for token_id in banned if token_id < vocab_size], np.int64),
         )
+
+    def _losses(self) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """What presence and frequency penalties and biases subtract, each token once."""
+        p = self.params
+        losses: dict[int, np.float32] = {}
+        if p.presence_penalty or p.frequency_penalty:
+            presence, frequency = np.float32(p.presence_penalty), np.float32(p.frequency_penalty)
+            losses = {token_id: presence + frequency * np.float32(count) for token_id, count in self._counts.items()}
+        for token_id, bias in p.logit_bias:
+            losses[token_id] = losses.get(token_id, np.float32(0)) - np.float32(bias)
+        return np.fromiter(losses.keys(), np.int64, len(losses)), np.fromiter(losses.values(), np.float32, len(losses))
 
     def adjust(self, logits: Floats, token_ids: Sequence[int]) -> None:
         """Apply penalties and bans to one row in place. `token_ids` are the sequence's, prompt and output."""

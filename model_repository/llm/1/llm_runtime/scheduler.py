@@ -185,6 +185,9 @@ class Scheduler:
         if not self._waiting or len(self.running) >= self._max_sequences:
             return None
         sequence = self._waiting[0]
+        if sequence.waits_for_leader:  # a step or two, and then its prompt is in the cache
+            return None
+        sequence.leader = None
         entries = self.blocks.match(sequence.token_ids, sequence.request.cache_salt)
         self.blocks.acquire([entry.page_id for entry in entries])
         missing = self.blocks.pages_for(len(sequence.token_ids)) - len(entries)

@@ -22,9 +22,10 @@ class Sequence:
     entries    |page|page|page|                    full computed pages, in the prefix cache
     """
 
-    def __init__(self, request: GenerationRequest, arrival: int) -> None:
+    def __init__(self, request: GenerationRequest, arrival: int, leader: Sequence | None = None) -> None:
         self.request = request
         self.arrival = arrival
+        self.leader = leader  # computes the same prompt first
         self.state = State.WAITING
         self.finish_reason: FinishReason | None = None
         self.token_ids = list(request.prompt_ids)
@@ -43,6 +44,10 @@ class Sequence:
     def num_uncomputed(self) -> int:
         """At least 1 while it runs: the newest token is always still to be run."""
         return len(self.token_ids) - self.num_computed
+
+    @property
+    def waits_for_leader(self) -> bool:
+        return self.leader is not None and self.leader.state is State.RUNNING and self.leader.num_output == 0
 
     @property
     def has_started(self) -> bool:

@@ -33,6 +33,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0  # 1: off; over prompt and output (CTRL, arXiv 1909.05858)
     presence_penalty: float = 0.0  # output tokens only
     frequency_penalty: float = 0.0  # output tokens only
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit)
     seed: int | None = None
     ignore_eos: bool = False
     end_ids: tuple[int, ...] | None = None  # None: the engine's own end-of-sequence ids
@@ -54,6 +55,7 @@ class GenerationRequest:
     queue_deadline: float | None = None  # refused if still waiting then
     deadline: float | None = None  # ended with what it has then (FinishReason.TIMEOUT)
     arrived_at: float = 0.0  # when Triton handed it over
+    after: str | None = None  # a request with the same prompt, which this one waits for, to share its pages
 
 
 @dataclass(frozen=True, slots=True)

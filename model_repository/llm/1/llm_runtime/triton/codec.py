@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -49,51 +49,64 @@ def _text(name: str, raw: bytes) -> str:
         raise RequestError(f"{name}: got bytes {raw[:20]!r}; allowed: UTF-8 text") from None
 
 
-def make_response(output: SequenceOutput, reply: ReplyOptions, cumulative_logprob: float, wanted: Set[str]) -> Any:
-    """The response for one output, or for several of one stream merged into one.
+def make_response(together: Sequence[tuple[SequenceOutput, float]], reply: ReplyOptions, wanted: Set[str]) -> Any:
+    """The response for an output (or for several of one stream merged into one), or for all sequences of a prompt, each with
+    its cumulative log-probability so far. Tensors have an element for each sequence; what has several for one stands one after
+    another, and `num_output_tokens` says where each begins.
 
     `num_output_tokens` counts this response's tokens; the prompt's counts and the reason come with the last response, and
     with every one where the client asks for them. Only `wanted` tensors may be in it: Triton would take the others out, but its
     Python backend (2.51) frees their arrays without holding Python's lock, which in time corrupts the memory of the process.
     """
-    last = output.finish_reason is not None
+    outputs = [output for output, _ in together]
+    last = outputs[0].finish_reason is not None
     tensors = {
-        "text_output": _strings(output.text),
-        "num_output_tokens": np.array([len(output.token_ids)], np.int32),
+        "text_output": _strings(output.text for output in outputs),
+        "num_output_tokens": np.array([len(output.token_ids) for output in outputs], np.int32),
     }
     if last or reply.num_input_tokens:
-        tensors["num_input_tokens"] = np.array([output.num_prompt_tokens], np.int32)
+        tensors["num_input_tokens"] = _integers(outputs, "num_prompt_tokens")
     if last:
-        tensors["num_cached_tokens"] = np.array([output.num_cached_tokens], np.int32)
-        tensors["num_draft_tokens"] = np.array([output.num_draft_tokens], np.int32)
-        tensors["num_accepted_tokens"] = np.array([output.num_accepted_tokens], np.int32)
+        tensors["num_cached_tokens"] = _integers(outputs, "num_cached_tokens")
+        tensors["num_draft_tokens"] = _integers(outputs, "num_draft_tokens")
+        tensors["num_accepted_tokens"] = _integers(outputs, "num_accepted_tokens")
     if last or reply.finish_reason:
-        tensors["finish_reason"] = _strings(output.finish_reason.value if output.finish_reason else "")
-    if reply.batch_index or last:
+        tensors["finish_reason"] = _strings(output.finish_reason.value if output.finish_reason else "" for output in outputs)
+    if reply.batch_index or reply.num_sequences > 1 or last:
         # [1, 1], as TensorRT-LLM's ensemble gives them: its clients read [0][0].
-        tensors["batch_index"] = np.array([[reply.batch_index]], np.int32)
-        tensors["sequence_index"] = np.zeros((1, 1), np.int32)
+        first = reply.sequence_index if len(outputs) == 1 else 0
+        tensors["batch_index"] = np.full((len(outputs), 1), reply.batch_index, np.int32)
+        tensors["sequence_index"] = np.arange(first, first + len(outputs), dtype=np.int32).reshape(-1, 1)
     if reply.output_ids:
-        tensors["output_ids"] = np.array(output.token_ids, np.int32)
-    tensors |= _logprob_tensors(output, reply, cumulative_logprob)
+        tensors["output_ids"] = np.array([token_id for output in outputs for token_id in output.token_ids], np.int32)
+    tensors |= _logprob_tensors(together, reply)
     return pb_utils.InferenceResponse([pb_utils.Tensor(name, array) for name, array in tensors.items() if name in wanted])
 
 
-def _logprob_tensors(output: SequenceOutput, reply: ReplyOptions, cumulative_logprob: float) -> Mapping[str, NDArray]:
+def _logprob_tensors(together: Sequence[tuple[SequenceOutput, float]], reply: ReplyOptions) -> Mapping[str, NDArray]:
     tensors: dict[str, NDArray] = {}
+    cumulative = np.array([logprob for _, logprob in together], np.float32)
     if reply.log_probs:
-        tensors["cum_log_probs"] = np.array([cumulative_logprob], np.float32)
-        tensors["output_log_probs"] = np.array([[entry.logprob for entry in output.logprobs]], np.float32)
+        tensors["cum_log_probs"] = cumulative
+        tensors["output_log_probs"] = np.array(
+            [[entry.logprob for output, _ in together for entry in output.logprobs]], np.float32
+        )
     if reply.cumulative_logprob:
-        tensors["cumulative_logprob"] = np.array([cumulative_logprob], np.float32)
+        tensors["cumulative_logprob"] = cumulative
     if reply.logprobs_json:
-        entries = [{str(token): value for token, value in ((e.token_id, e.logprob), *e.top)} for e in output.logprobs]
-        tensors["logprobs"] = _strings(json.dumps(entries))
+        tensors["logprobs"] = _strings(
+            json.dumps([{str(token): value for token, value in ((e.token_id, e.logprob), *e.top)} for e in output.logprobs])
+            for output, _ in together
+        )
     return tensors
 
 
-def _strings(text: str) -> NDArray[np.object_]:
-    return np.array([text.encode()], np.object_)
+def _integers(outputs: Sequence[SequenceOutput], name: str) -> NDArray[np.int32]:
+    return np.array([getattr(output, name) for output in outputs], np.int32)
+
+
+def _strings(texts: Iterable[str]) -> NDArray[np.object_]:
+    return np.array([text.encode() for text in texts], np.object_)
 
 
 def refusal(message: str) -> Any:

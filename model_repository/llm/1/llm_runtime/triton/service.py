@@ -12,16 +12,16 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from llm_runtime.config import Parameters, longest_context, read_parameters, resolve_engine_dir
+from llm_runtime.config import Parameters, check_prefixes, longest_context, read_parameters, resolve_engine_dir
 from llm_runtime.engine import Engine, EngineConfig
-from llm_runtime.errors import RequestError
+from llm_runtime.errors import ConfigError, RequestError
 from llm_runtime.executors import open_executor
 from llm_runtime.manifest import EngineManifest, check_files, read_manifest
 from llm_runtime.queue_policy import num_warmup_requests, read_queue_policy
-from llm_runtime.request import Limits, ParsedRequest, RequestParser
+from llm_runtime.request import Limits, ParsedRequest, RequestParser, encode_prompt
 from llm_runtime.triton import codec
 from llm_runtime.triton.metrics import EngineMetrics
-from llm_runtime.triton.streams import FINAL, RequestReplies, Stream, StreamSender
+from llm_runtime.triton.streams import FINAL, Group, RequestReplies, Stream, StreamSender
 from llm_runtime.worker import Worker
 
 log = logging.getLogger(__name__)
@@ -42,9 +42,16 @@ class Service:
         self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         self._open_executor = functools.partial(open_executor, folder, manifest, self._parameters)
         executor = self._open_executor()
-        max_context = longest_context(self._parameters, manifest, executor.num_pages)
+        self._prefixes = [
+            (encode_prompt(self._tokenizer, prefix.text, manifest.model.bos_token_id), prefix.cache_salt)
+            for prefix in self._parameters.pinned_prefixes
+        ]
+        lengths = [len(token_ids) for token_ids, _ in self._prefixes]
+        num_pinned = check_prefixes(self._parameters, lengths, executor.page_size, executor.num_pages)
+        max_context = longest_context(self._parameters, manifest, executor.num_pages - num_pinned)
         self._parser = RequestParser(self._tokenizer, _limits(self._parameters, manifest, max_context))
         self._engine = Engine(executor, self._tokenizer, _engine_config(self._parameters, manifest, max_context))
+        self._pin_prefixes()
         self._metrics = EngineMetrics(model_config["name"], version, self._engine.stats)
         # Triton calls the model ready, and lets others in, only when these have ended.
         self._num_warming_up = num_warmup_requests(model_config)
@@ -106,20 +113,26 @@ class Service:
     def _open(self, request: Any, sender: Any, now: float) -> list[ParsedRequest]:
         """The rows of a request, each with a stream that waits for its outputs."""
         parsed_rows = self._parse(request, now)
-        replies = RequestReplies(sender, len(parsed_rows))
+        sequences = [parsed for row in parsed_rows for parsed in row]
+        replies = RequestReplies(sender, len(sequences))
         outputs = frozenset(request.requested_output_names())
-        for parsed in parsed_rows:
-            self._sender.open(parsed.generation.request_id, Stream(replies, parsed.reply, outputs))
-        return parsed_rows
+        for row in parsed_rows:
+            group = Group(len(row))
+            for parsed in row:
+                self._sender.open(parsed.generation.request_id, Stream(replies, parsed.reply, outputs, group))
+        return sequences
 
-    def _parse(self, request: Any, now: float) -> list[ParsedRequest]:
+    def _parse(self, request: Any, now: float) -> list[list[ParsedRequest]]:
+        """The sequences of each row."""
         parameters = codec.read_parameters(request)
         rows = codec.read_tensors(request)
         timeout_us = self._queue_policy.timeout_us(request.timeout())
-        parsed = [
-            self._parser.parse(f"{next(self._ids)}", index, row, parameters, timeout_us, now) for index, row in enumerate(rows)
-        ]
-        if len(parsed) > 1 and any(row.reply.stream != parsed[0].reply.stream for row in parsed):
+
+        def make_id() -> str:
+            return f"{next(self._ids)}"
+
+        parsed = [self._parser.parse(make_id, index, row, parameters, timeout_us, now) for index, row in enumerate(rows)]
+        if any(row[0].reply.stream != parsed[0][0].reply.stream for row in parsed):
             raise RequestError("stream: differs between the rows of one request; give all the same")
         return parsed
 
@@ -132,6 +145,13 @@ class Service:
         self._engine.executor.close()
         # The books are kept for as many pages as there were.
         self._engine.executor = self._open_executor(num_pages=self._engine.executor.num_pages)
+        self._pin_prefixes()
+
+    def _pin_prefixes(self) -> None:
+        try:
+            self._engine.pin(self._prefixes)
+        except RequestError as error:
+            raise ConfigError(f"config.pbtxt: pinned_prefixes: {error}") from error
 
 
 def _limits(parameters: Parameters, manifest: EngineManifest, max_context: int) -> Limits:

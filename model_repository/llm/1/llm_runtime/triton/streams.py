@@ -27,18 +27,33 @@ POLL_SECONDS = 0.1
 
 
 class RequestReplies:
-    """The response sender of one Triton request, shared by the rows of its batch; the last row to end sends the final flag."""
+    """The response sender of one Triton request, shared by its sequences; the last one to end sends the final flag."""
 
-    def __init__(self, sender: Any, num_rows: int) -> None:
+    def __init__(self, sender: Any, num_sequences: int) -> None:
         self.sender = sender
-        self._num_open = num_rows
+        self._num_open = num_sequences
 
-    def send(self, response: Any, *, ends_row: bool) -> None:
-        self._num_open -= ends_row
-        if ends_row and self._num_open == 0:
+    def end_one(self) -> None:
+        self._num_open -= 1
+
+    def send(self, response: Any) -> None:
+        if self._num_open == 0:
             self.sender.send(response, flags=FINAL)
         else:
             self.sender.send(response)
+
+
+class Group:
+    """The sequences of one prompt whose client does not stream: they are answered together, in their order."""
+
+    def __init__(self, num_sequences: int) -> None:
+        self._ended: dict[int, tuple[SequenceOutput, float]] = {}
+        self._num_sequences = num_sequences
+
+    def end(self, index: int, output: SequenceOutput, cumulative_logprob: float) -> list[tuple[SequenceOutput, float]]:
+        """All of them once this was the last, else none."""
+        self._ended[index] = output, cumulative_logprob
+        return [self._ended[i] for i in range(self._num_sequences)] if len(self._ended) == self._num_sequences else []
 
 
 @dataclass(slots=True)
@@ -48,6 +63,7 @@ class Stream:
     replies: RequestReplies
     reply: ReplyOptions
     outputs: frozenset[str]  # names of the output tensors that the client asked for
+    group: Group
     pending: SequenceOutput | None = None
     cumulative_logprob: float = 0.0
 
@@ -71,11 +87,15 @@ class Stream:
         if not ended and (not self.reply.stream or not output.text):
             return None
         self.pending = None
-        if (error := codec.failure(output)) is not None:
-            return error
         self.cumulative_logprob += sum(entry.logprob for entry in output.logprobs)
         output.text = self.reply.prompt_text + output.text
-        return codec.make_response(output, self.reply, self.cumulative_logprob, self.outputs)
+        together = [(output, self.cumulative_logprob)]
+        if not self.reply.stream:
+            together = self.group.end(self.reply.sequence_index, output, self.cumulative_logprob)
+        for each, _ in together:
+            if (error := codec.failure(each)) is not None:
+                return error
+        return codec.make_response(together, self.reply, self.outputs) if together else None
 
 
 class StreamSender:
@@ -135,10 +155,11 @@ class StreamSender:
         response = stream.take_response()
         if ended:
             del self._streams[request_id]
+            stream.replies.end_one()
         if response is None:
             return
         try:
-            stream.replies.send(response, ends_row=ended)
+            stream.replies.send(response)
         except Exception:  # the server refuses responses of a request that it has given up on
             log.exception("a response to request %s could not be sent", request_id)
             self._on_left(request_id)

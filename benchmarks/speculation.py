@@ -1,0 +1,97 @@
+"""One stream with and without guesses ahead, in turn in one run: `python benchmarks/speculation.py ENGINE`.
+
+Two prompts: code to be copied, where nearly every guess is right, and a sentence to be continued.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import machine
+import typer
+from rich.console import Console
+from rich.table import Table
+from tokenizers import Tokenizer
+
+from llm_runtime.engine import Engine, EngineConfig
+from llm_runtime.executors.ort import OrtExecutor, OrtOptions
+from llm_runtime.manifest import read_manifest
+from llm_runtime.types import GenerationRequest, SamplingParams
+
+CODE = """def add(a, b):
+    return a + b
+
+def subtract(a, b):
+    return a - b
+
+def multiply(a, b):
+    return a * b
+
+def divide(a, b):
+    if b == 0:
+        raise ZeroDivisionError("b is zero")
+    return a / b
+"""
+PROMPTS = {
+    "copy 14 lines of code": f"Copy the code.\n\nOriginal:\n{CODE}\nCopy:\ndef add(a, b):\n",
+    "continue a sentence": "The history of computing began",
+}
+LIMITS = (0, 4, 8)
+
+
+def main(
+    engine: Annotated[Path, typer.Argument(help="Engine folder.")],
+    threads: int = 2,
+    tokens: Annotated[int, typer.Option(help="Tokens to generate.")] = 100,
+    repeats: Annotated[int, typer.Option(help="Runs of each; the best is shown.")] = 3,
+) -> None:
+    """Time the tokens of a stream, by the most that is guessed ahead."""
+    manifest = read_manifest(engine)
+    tokenizer = Tokenizer.from_file(str(engine / "tokenizer.json"))
+    executor = OrtExecutor(engine, manifest, 64, OrtOptions(num_threads=threads))
+    console = Console()
+    console.print(f"{manifest.name}: {machine.describe(threads)}; {tokens} tokens, best of {repeats} runs")
+    table = Table("prompt", "at most", "ITL, ms", "times as fast", "guessed", "right", "steps", "same tokens")
+    for name, prompt in PROMPTS.items():
+        prompt_ids = tuple(tokenizer.encode(prompt).ids)
+        best: dict[int, float] = {}
+        last: dict[int, tuple[Engine, list[int]]] = {}
+        for _ in range(repeats):
+            for limit in LIMITS:
+                run, token_ids, seconds = generate(executor, tokenizer, prompt_ids, tokens, limit)
+                best[limit] = min(seconds, best.get(limit, seconds))
+                last[limit] = run, token_ids
+        for limit in LIMITS:
+            run, token_ids = last[limit]
+            table.add_row(
+                name,
+                str(limit),
+                f"{best[limit] * 1e3:.2f}",
+                f"{best[0] / best[limit]:.2f}",
+                str(run.stats.draft_tokens),
+                str(run.stats.accepted_tokens),
+                str(run.stats.step.count),
+                "yes" if token_ids == last[0][1] else "no",
+            )
+    console.print(table)
+
+
+def generate(
+    executor: OrtExecutor, tokenizer: Tokenizer, prompt_ids: tuple[int, ...], count: int, limit: int
+) -> tuple[Engine, list[int], float]:
+    """(the engine that ran it, the tokens, the mean ITL in seconds)"""
+    context = len(prompt_ids) + count
+    config = EngineConfig(1, context, context, context, end_ids=(), prefix_caching=False, max_draft_tokens=limit)
+    engine = Engine(executor, tokenizer, config)
+    engine.add(GenerationRequest("stream", prompt_ids, SamplingParams(max_tokens=count, ignore_eos=True)))
+    token_ids = [token for output in engine.step(time.monotonic()) for token in output.token_ids]
+    started = time.perf_counter()
+    while engine.has_work:
+        token_ids += [token for output in engine.step(time.monotonic()) for token in output.token_ids]
+    return engine, token_ids, (time.perf_counter() - started) / (count - 1)
+
+
+if __name__ == "__main__":
+    typer.run(main)
