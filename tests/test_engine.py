@@ -437,8 +437,9 @@ def test_pinned_prefixes_are_computed_anew_after_a_failure():
 
 
 def test_a_prefix_that_cannot_be_computed_says_so():
-    engine = make_engine(FakeExecutor(num_pages=16, fail_at=0), max_context=40)
+    engine = make_engine(FakeExecutor(num_pages=16, fail_at=1), max_context=40)
     with pytest.raises(EngineError, match="caught fire"):
-        engine.pin([((5,) * 14, "")])
+        engine.pin([((5,) * 14, ""), ((6,) * 14, "")])
+    assert not engine.has_work
     with pytest.raises(RequestError, match="prompt: got 60 tokens"):
         make_engine(FakeExecutor(num_pages=16), max_context=40).pin([((5,) * 60, "")])

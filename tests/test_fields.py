@@ -35,7 +35,9 @@ from llm_runtime.fields import read_fields
         ("logit_bias", {"7": 101}),
         ("logit_bias", {"x": 1}),
         ("logit_bias", [7]),
-        ("guided_decoding_guide_type", "json"),
+        ("guided_decoding_guide_type", "yaml"),
+        ("guided_decoding", {"json": {}, "regex": "a"}),
+        ("guided_decoding", {"yaml": "a"}),
     ],
 )
 @pytest.mark.parametrize("where", ["tensor", "parameter"])

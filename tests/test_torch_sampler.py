@@ -19,6 +19,30 @@ VOCABS = (7, 500, 513, 3000, 20_000)
 Case = tuple[np.ndarray, list[SamplerState], list[list[int]]]
 
 
+class FixedGuide:
+    """Allows the same tokens always; sometimes a single one."""
+
+    is_complete, error = False, ""
+
+    def __init__(self, rng: random.Random, vocab: int) -> None:
+        count = rng.choice([1, max(1, vocab // 2)])
+        bits = np.zeros(-(-vocab // 32) * 32, np.uint8)
+        bits[rng.sample(range(vocab), count)] = 1
+        self._words = np.packbits(bits, bitorder="little").view(np.int32)
+
+    def start(self) -> FixedGuide:
+        return self
+
+    def prepare(self) -> None:
+        pass
+
+    def allowed(self) -> np.ndarray:
+        return self._words
+
+    def accept(self, token_id: int) -> None:
+        pass
+
+
 def random_params(rng: random.Random, vocab: int) -> SamplingParams:
     def maybe(value: object, neutral: object, chance: float = 0.5) -> object:
         return value if rng.random() < chance else neutral
@@ -33,6 +57,7 @@ def random_params(rng: random.Random, vocab: int) -> SamplingParams:
         presence_penalty=maybe(rng.uniform(-2, 2), 0.0, 0.3),  # type: ignore[arg-type]
         frequency_penalty=maybe(rng.uniform(-2, 2), 0.0, 0.3),  # type: ignore[arg-type]
         logit_bias=tuple((rng.randrange(vocab), rng.uniform(-9, 9)) for _ in range(rng.choice([0, 0, 3]))),
+        guide=FixedGuide(rng, vocab) if rng.random() < 0.2 else None,
         min_tokens=maybe(8, 0, 0.3),  # type: ignore[arg-type]
         end_ids=(0, vocab - 1, 2**31 - 1),
         bad_token_sequences=maybe(bad, (), 0.3),  # type: ignore[arg-type]

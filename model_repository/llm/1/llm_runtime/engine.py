@@ -103,6 +103,9 @@ class Engine:
         counted, self.stats = self.stats, Stats()
         try:
             self._compute_pinned(prefixes)
+        except (RequestError, EngineError) as error:
+            self.fail_all(str(error))  # nobody waits for what is left of it
+            raise
         finally:
             self.stats = counted
             self._update_gauges()
@@ -161,6 +164,9 @@ class Engine:
         for row, live in choosing:
             states += live.sampler.ahead(row.draft_ids)
             token_ids += _contexts(row)
+        for state in states:
+            if state.guide:
+                state.guide.prepare()  # beside the step
         try:
             choices = iter(self.executor.sample([_executor_row(row) for row in rows], states, token_ids))
         except EngineError:
@@ -192,9 +198,10 @@ class Engine:
 
     def _accept(self, live: LiveSequence, choice: Choice, now: float) -> SequenceOutput:
         """Append a token chosen just now to its sequence; end the sequence where that is due."""
-        if choice.error is not None:
+        guide = live.sampler.guide
+        if error := choice.error or (guide.error if guide else ""):
             self.scheduler.finish(live.sequence, FinishReason.ERROR)
-            return self._final_output(live, error=choice.error)
+            return self._final_output(live, error=error)
         sequence = live.sequence
         sequence.token_ids.append(choice.token_id)
         live.sampler.append(choice.token_id)
@@ -218,9 +225,11 @@ class Engine:
             text = live.stops.push(text)
             if live.stops.stopped:
                 return FinishReason.STOP, text
-        if num_output >= params.max_tokens or len(live.sequence.token_ids) >= self.max_context:
+        is_complete = live.sampler.guide is not None and live.sampler.guide.is_complete
+        if is_complete or num_output >= params.max_tokens or len(live.sequence.token_ids) >= self.max_context:
             text += live.stops.push(live.detokenizer.finish())
-            return (FinishReason.STOP if live.stops.stopped else FinishReason.LENGTH), text + live.stops.finish()
+            is_stop = is_complete or live.stops.stopped
+            return (FinishReason.STOP if is_stop else FinishReason.LENGTH), text + live.stops.finish()
         return None, text
 
     def _output(self, live: LiveSequence) -> SequenceOutput:

@@ -21,6 +21,11 @@ UINT64_MAX = 2**64 - 1
 MAX_WORDS = 1024
 MAX_WORD_LENGTH = 1024
 MAX_SEQUENCES = 64  # of one prompt
+MAX_GUIDE_LENGTH = 65_536
+# TensorRT-LLM's words, and choice: any JSON (the guide is not read), a JSON schema, a regular expression, a JSON list of
+# strings, a grammar (GBNF, as llama.cpp and XGrammar have it, or Lark).
+GUIDE_KINDS = ("json", "json_schema", "regex", "choice", "ebnf_grammar")
+VLLM_GUIDES = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "ebnf_grammar"}
 MAX_BIAS = 100.0  # bans or forces a token in any model
 
 
@@ -94,6 +99,27 @@ def _neutral(*values: Any) -> Field:
             raise ValueError
 
     return Field(parse, f"{' or '.join(repr(v) for v in values)} (nothing else is offered)")
+
+
+def _guide_kind(raw: Any) -> str:
+    if raw not in ("", *GUIDE_KINDS):
+        raise ValueError
+    return raw
+
+
+def _guide_text(raw: Any) -> str:
+    text = _text(raw)
+    if len(text) > MAX_GUIDE_LENGTH:
+        raise ValueError
+    return text
+
+
+def _guided_decoding(raw: Any) -> tuple[str, str]:
+    """(kind, guide). A schema may be an object or JSON text."""
+    if not isinstance(raw, Mapping) or len(raw) != 1 or (name := next(iter(raw))) not in VLLM_GUIDES:
+        raise ValueError
+    value = raw[name]
+    return VLLM_GUIDES[name], _guide_text(value if isinstance(value, str) else json.dumps(value))
 
 
 def _bias_weights(raw: Any) -> tuple[float, ...]:
@@ -174,8 +200,11 @@ FIELDS: dict[str, Field] = {
         _bias_weights,
         f"a list of up to {MAX_WORDS} numbers from -{MAX_BIAS:g} to {MAX_BIAS:g}, one for each of embedding_bias_words",
     ),
-    "guided_decoding_guide_type": _neutral(""),
-    "guided_decoding_guide": _neutral(""),
+    "guided_decoding_guide_type": Field(_guide_kind, f"{', '.join(GUIDE_KINDS)}, or '' for none"),
+    "guided_decoding_guide": Field(_guide_text, f"a string of up to {MAX_GUIDE_LENGTH} characters"),
+    "guided_decoding": Field(
+        _guided_decoding, f"an object with one of {', '.join(VLLM_GUIDES)}, of up to {MAX_GUIDE_LENGTH} characters of JSON"
+    ),
 }
 # Other names for the same thing in `sampling_parameters` and request parameters (the vLLM backend's words).
 ALIASES = {"stop": "stop_words", "n": "num_return_sequences"}

@@ -9,8 +9,9 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from llm_runtime.errors import RequestError
-from llm_runtime.fields import UINT64_MAX, read_fields
-from llm_runtime.types import GenerationRequest, SamplingParams
+from llm_runtime.fields import GUIDE_KINDS, UINT64_MAX, read_fields
+from llm_runtime.guide import Guides
+from llm_runtime.types import GenerationRequest, Guide, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +64,10 @@ def encode_prompt(tokenizer: Tokenizer, text: str, bos_token_id: int | None) -> 
 class RequestParser:
     """Checks a request at the border; what it lets through can run."""
 
-    def __init__(self, tokenizer: Tokenizer, limits: Limits) -> None:
+    def __init__(self, tokenizer: Tokenizer, limits: Limits, guides: Guides) -> None:
         self._tokenizer = tokenizer
         self._limits = limits
+        self._guides = guides
 
     def parse(
         self,
@@ -158,10 +160,25 @@ class RequestParser:
             bad_token_sequences=self._bad_sequences(fields.get("bad_words", ())),
             logit_bias=self._logit_bias(fields),
             num_top_logprobs=num_top,
+            guide=self._guide(fields),
             speculation=fields.get("speculation", True),
             wants_logprobs=num_top > 0
             or any(fields.get(name, False) for name in ("return_log_probs", "return_logprobs", "return_cumulative_logprob")),
         )
+
+    def _guide(self, fields: Mapping[str, Any]) -> Guide | None:
+        kind, text = fields.get("guided_decoding_guide_type", ""), fields.get("guided_decoding_guide", "")
+        if "guided_decoding" in fields:
+            if kind or text:
+                raise RequestError("guided_decoding, guided_decoding_guide: both given; give one")
+            kind, text = fields["guided_decoding"]
+        if not kind and text:
+            raise RequestError(f"guided_decoding_guide_type: missing; give one of {', '.join(GUIDE_KINDS)}")
+        if not kind:
+            return None
+        if not text and kind != "json":
+            raise RequestError(f"guided_decoding_guide: missing; give what {kind} takes")
+        return self._guides.compile(kind, "" if kind == "json" else text)
 
     def _logit_bias(self, fields: Mapping[str, Any]) -> tuple[tuple[int, float], ...]:
         """By token id, and by word: each token of a word as it is written and after a space."""

@@ -20,7 +20,7 @@ Floats = NDArray[np.float32]
 FIRST_CANDIDATES = 256  # top-p looks at this many likeliest tokens first, and at more only where they do not suffice
 BLOCK = 512  # weights summed at once when drawing
 NONE = np.zeros(0, np.int64)
-NOTHING_LEFT = "bad_words and min_tokens leave no token to choose"
+NOTHING_LEFT = "bad_words, min_tokens and the guide leave no token to choose"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +41,7 @@ class Edits:
     counted: NDArray[np.int64]
     losses: NDArray[np.float32]  # of each counted token, subtracted
     banned: NDArray[np.int64]  # set to -inf
+    allowed: NDArray[np.int32] | None  # a bit for each token, the lowest of an integer first; all others are set to -inf
 
 
 class SamplerState:
@@ -50,6 +51,7 @@ class SamplerState:
         self.params = params
         self.end_ids = tuple(default_end_ids if params.end_ids is None else params.end_ids)
         self.num_output = 0
+        self.guide = params.guide.start() if params.guide else None
         # Without a seed every request gets one of its own; drawing is then the same code for both.
         self._seed = secrets.randbits(64) if params.seed is None else params.seed
         self._prompt_ids = np.unique(np.asarray(prompt_ids, np.int64)) if params.repetition_penalty != 1.0 else None
@@ -64,10 +66,13 @@ class SamplerState:
     def changes_logits(self) -> bool:
         p = self.params
         penalties = p.repetition_penalty != 1.0 or p.presence_penalty != 0.0 or p.frequency_penalty != 0.0
-        return penalties or bool(p.logit_bias or p.bad_token_sequences) or self.num_output < p.min_tokens
+        edits = penalties or bool(p.logit_bias or p.bad_token_sequences) or self.guide is not None
+        return edits or self.num_output < p.min_tokens
 
     def append(self, token_id: int) -> None:
         self.num_output += 1
+        if self.guide:
+            self.guide.accept(token_id)
         self._counts[token_id] = self._counts.get(token_id, 0) + 1
 
     def ahead(self, draft_ids: Sequence[int]) -> list[SamplerState]:
@@ -100,6 +105,7 @@ class SamplerState:
             losses=losses,
             # Ids that the model does not have (an end_id is any number that a client sends) are banned already.
             banned=np.array([token_id for token_id in banned if token_id < vocab_size], np.int64),
+            allowed=self.guide.allowed() if self.guide else None,
         )
 
     def _losses(self) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
@@ -120,6 +126,8 @@ class SamplerState:
         logits[edits.repeated] = np.where(values > 0, values / penalty, values * penalty)
         logits[edits.counted] -= edits.losses
         logits[edits.banned] = -np.inf
+        if edits.allowed is not None:
+            logits[np.unpackbits(edits.allowed.view(np.uint8), count=len(logits), bitorder="little") == 0] = -np.inf
 
     def uniform(self) -> float:
         """The draw for the next output token: a function of the seed and the token's number alone, so that neither batching

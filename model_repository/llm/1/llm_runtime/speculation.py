@@ -110,7 +110,8 @@ class Speculator:
         """Set `draft_ids` of sequences that decode in the next step and may be speculated on."""
         share = max(self.cost.share_of_tokens(len(sequences)), 1e-3)
         for sequence in sequences:
-            if not sequence.request.sampling.speculation:
+            sampling = sequence.request.sampling
+            if not sampling.speculation or sampling.guide:  # a guide would have to go ahead with the guesses, and back
                 continue
             state = self._states.setdefault(sequence.request.request_id, _State(self._typical))
             count = min(self._max_draft, int(math.log(share) / math.log(state.acceptance)))

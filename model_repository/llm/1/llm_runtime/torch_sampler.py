@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from llm_runtime.sampler import BLOCK, NOTHING_LEFT, Choice, SamplerState, not_numbers
+from llm_runtime.sampler import BLOCK, NOTHING_LEFT, Choice, Edits, SamplerState, not_numbers
 from llm_runtime.types import SamplingParams, TokenLogprob
 
 CANDIDATES = 1024  # top-p looks at this many likeliest tokens first
@@ -85,7 +85,7 @@ class _Special:
             banned=_pairs([e.banned for e in edits], [np.zeros(len(e.banned)) for e in edits]),
         ).to(logits.device)
         self._raw = logits if len(rows) == len(logits) else logits[up["rows"].long()]
-        self._adjusted = _edited(self._raw, up["repeated"], up["counted"], up["banned"])
+        self._adjusted = _guided(_edited(self._raw, up["repeated"], up["counted"], up["banned"]), edits)
         self._asking_rows = up["asking"].long()
         scale, top_k, top_p, min_p, uniform = up["sampling"].split(1, dim=1)
         self._sampling = _Sampling(up["drawn"].long(), scale.float(), top_k, top_p, min_p.float(), uniform)
@@ -225,6 +225,18 @@ def _edited(raw: Tensor, repeated: Tensor, counted: Tensor, banned: Tensor) -> T
     logits[row, token] = logits[row, token] - counted[2].float()
     logits[banned[0].long(), banned[1].long()] = -torch.inf
     return logits
+
+
+def _guided(logits: Tensor, edits: Sequence[Edits]) -> Tensor:
+    """With -inf at what a row's guide does not allow; `logits` itself where no row has one."""
+    masks = {row: edit.allowed for row, edit in enumerate(edits) if edit.allowed is not None}
+    if not masks:
+        return logits
+    words = torch.from_numpy(np.stack(list(masks.values()))).to(logits.device)
+    bits = (words[:, :, None] >> torch.arange(32, device=logits.device, dtype=torch.int32)) & 1
+    allowed = torch.ones(logits.shape, dtype=torch.bool, device=logits.device)
+    allowed[list(masks)] = bits.flatten(1)[:, : logits.shape[1]].bool()
+    return logits.masked_fill(~allowed, -torch.inf)
 
 
 def _largest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:

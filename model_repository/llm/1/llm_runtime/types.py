@@ -8,6 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 
 class FinishReason(str, Enum):
@@ -18,6 +22,32 @@ class FinishReason(str, Enum):
     TIMEOUT = "timeout"  # deadline_ms passed while generating
     CANCELLED = "cancelled"
     ERROR = "error"
+
+
+class GuideState(Protocol):
+    """How far one sequence has got in its guide (guide.py)."""
+
+    def prepare(self) -> None:
+        """Begin to work out what may come next."""
+
+    def allowed(self) -> NDArray[np.int32]:
+        """A bit for each token that may come next, 32 in an integer, the lowest first."""
+
+    def accept(self, token_id: int) -> None: ...
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing may follow."""
+
+    @property
+    def error(self) -> str:
+        """Why it cannot go on, or ""."""
+
+
+class Guide(Protocol):
+    """What output is bound to."""
+
+    def start(self) -> GuideState: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +71,7 @@ class SamplingParams:
     bad_token_sequences: tuple[tuple[int, ...], ...] = ()
     num_top_logprobs: int = 0  # alternatives to report beside the chosen token's own
     wants_logprobs: bool = False
+    guide: Guide | None = None
     speculation: bool = True  # where the engine offers it; changes no token
 
 

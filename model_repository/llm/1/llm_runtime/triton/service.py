@@ -16,6 +16,7 @@ from llm_runtime.config import Parameters, check_prefixes, longest_context, read
 from llm_runtime.engine import Engine, EngineConfig
 from llm_runtime.errors import ConfigError, RequestError
 from llm_runtime.executors import open_executor
+from llm_runtime.guide import Guides
 from llm_runtime.manifest import EngineManifest, check_files, read_manifest
 from llm_runtime.queue_policy import num_warmup_requests, read_queue_policy
 from llm_runtime.request import Limits, ParsedRequest, RequestParser, encode_prompt
@@ -49,7 +50,8 @@ class Service:
         lengths = [len(token_ids) for token_ids, _ in self._prefixes]
         num_pinned = check_prefixes(self._parameters, lengths, executor.page_size, executor.num_pages)
         max_context = longest_context(self._parameters, manifest, executor.num_pages - num_pinned)
-        self._parser = RequestParser(self._tokenizer, _limits(self._parameters, manifest, max_context))
+        guides = Guides(folder / "tokenizer.json", manifest.model.vocab_size, manifest.model.eos_token_ids)
+        self._parser = RequestParser(self._tokenizer, _limits(self._parameters, manifest, max_context), guides)
         self._engine = Engine(executor, self._tokenizer, _engine_config(self._parameters, manifest, max_context))
         self._pin_prefixes()
         self._metrics = EngineMetrics(model_config["name"], version, self._engine.stats)
