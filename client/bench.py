@@ -7,6 +7,7 @@ request is sent at its time whatever the server does; it shows what a rate of re
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -190,6 +191,7 @@ class Bench:
         self._samples: list[Snapshot] = []
         self._started_at = self._started_cpu = 0.0
         self._ended_at: float | None = None
+        self._deadline = math.inf  # nothing is sent from then on
         self._ended_cpu = 0.0
 
     async def run(self, max_seconds: float | None = None) -> Measurement:
@@ -200,9 +202,10 @@ class Bench:
             self._samples.append(await self._reader.read())
             sampler = asyncio.create_task(self._sample())
         self._started_at, self._started_cpu = time.perf_counter(), time.process_time()
-        deadline = None if max_seconds is None else self._started_at + max_seconds
+        if max_seconds is not None:
+            self._deadline = self._started_at + max_seconds
         try:
-            await (self._run_closed(self._concurrency, deadline) if self._concurrency else self._run_open(deadline))
+            await (self._run_closed(self._concurrency) if self._concurrency else self._run_open())
         finally:
             self._ended_at, self._ended_cpu = time.perf_counter(), time.process_time()
             if sampler:
@@ -212,6 +215,10 @@ class Bench:
             self._samples.append(await self._reader.read())
         return self.measurement()
 
+    def stop(self) -> None:
+        """Send nothing more; `run` returns when what was sent has ended."""
+        self._deadline = time.perf_counter()
+
     def measurement(self) -> Measurement:
         """Of what has ended so far."""
         ended_at = self._ended_at if self._ended_at is not None else time.perf_counter()
@@ -219,12 +226,12 @@ class Bench:
         cpu = (self._ended_cpu or time.process_time()) - self._started_cpu
         return Measurement(list(self.records), seconds, cpu / seconds if seconds else 0.0, list(self._samples))
 
-    async def _run_closed(self, concurrency: int, deadline: float | None) -> None:
+    async def _run_closed(self, concurrency: int) -> None:
         waiting: Iterator[Planned] = iter(self._workload.planned)
 
         async def one_at_a_time() -> None:
             for planned in waiting:
-                if deadline is not None and time.perf_counter() >= deadline:
+                if time.perf_counter() >= self._deadline:
                     return
                 await self._send(planned, lag=0.0)
 
@@ -232,13 +239,13 @@ class Bench:
             for _ in range(min(concurrency, len(self._workload.planned))):
                 tasks.append(asyncio.create_task(one_at_a_time()))
 
-    async def _run_open(self, deadline: float | None) -> None:
+    async def _run_open(self) -> None:
         async with _task_group() as tasks:
             for planned in self._workload.planned:
                 due = self._started_at + (planned.at or 0.0)
-                if deadline is not None and due >= deadline:
+                await asyncio.sleep(max(0.0, min(due, self._deadline) - time.perf_counter()))
+                if due >= self._deadline:
                     break
-                await asyncio.sleep(max(0.0, due - time.perf_counter()))
                 tasks.append(asyncio.create_task(self._send(planned, lag=time.perf_counter() - due)))
 
     async def _send(self, planned: Planned, lag: float) -> None:

@@ -78,7 +78,8 @@ class Calibration:
             while not running.done():
                 await asyncio.wait([running], timeout=LOOK_SECONDS)
                 if not running.done() and is_hopeless(bench.measurement(), self.slo):
-                    return bench.measurement()
+                    # What runs is read to its end: a stream that is cancelled as it ends can keep the old instance for good.
+                    bench.stop()
             return running.result()
         finally:
             running.cancel()
@@ -87,8 +88,9 @@ class Calibration:
 
 def is_hopeless(measurement: Measurement, slo: Slo) -> bool:
     """Whether what ended so far is so far off that the rest need not be waited for."""
-    enough = len(measurement.records) >= MIN_RECORDS and len(measurement.samples) > 1
-    return enough and slo_ratio(measurement, slo) > HOPELESS
+    found = [(limit.value(measurement.latencies[limit.metric]), limit.seconds) for limit in slo.limits]
+    worst = max((value / allowed for value, allowed in found if value is not None), default=0.0)
+    return len(measurement.records) >= MIN_RECORDS and worst > HOPELESS
 
 
 def slo_ratio(measurement: Measurement, slo: Slo) -> float:

@@ -5,14 +5,20 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
+from client.bench import Measurement, Record
+from client.calibrate import is_hopeless
 from client.calibrate_moves import candidates, key
 from client.calibrate_record import Outcome, Result, SettingRefusedError, Trial
 from client.calibrate_search import MAX_RATE, Search
 from client.knobs import Setting
+from client.slo import parse_slo
+from client.timing import Timing
+from client.wire import GenerateRequest
+from client.workload import Planned
 
 BASELINE: Setting = {
     "max_sequences": 8,
@@ -256,3 +262,25 @@ def test_knobs_that_the_configuration_does_not_have_are_not_moved():
 def test_hints_come_first_in_their_order():
     hints = (("max_batch_size", "lower"), ("max_sequences", "lower"))
     assert moves(BASELINE, hints=hints)[:3] == ["max_batch_size 8 -> 4", "max_sequences 8 -> 4", "max_sequences 8 -> 16"]
+
+
+def measured(ttfts: list[float], itls: Sequence[float] = ()) -> Measurement:
+    """Requests that ended: with one token, or with two."""
+    records = []
+    for index, ttft in enumerate(ttfts):
+        timing = Timing(sent_at=0.0, streamed=True)
+        timing.arrived(ttft, 1)
+        if index < len(itls):
+            timing.arrived(ttft + itls[index], 1)
+        timing.ended_at = ttft
+        records.append(Record(Planned(GenerateRequest("a", 2), 0.0), 0.0, timing=timing))
+    return Measurement(records, 1.0, 0.0, [])
+
+
+def test_a_trial_is_hopeless_by_what_was_measured_and_not_by_what_was_not():
+    slo = parse_slo("ttft_p99=100ms,itl_p99=50ms")
+    assert not is_hopeless(measured([0.05] * 40), slo), "no ITL yet says nothing of ITL"
+    assert is_hopeless(measured([0.5] * 40), slo)
+    assert not is_hopeless(measured([0.5] * 10), slo), "too few to tell"
+    assert is_hopeless(measured([0.05] * 40, [0.2] * 40), slo)
+    assert not is_hopeless(measured([0.15] * 40), slo), "missed, but near: the rest says by how much"

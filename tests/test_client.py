@@ -448,7 +448,7 @@ def invoke(monkeypatch, transport: Scripted, *arguments: str, stdin: str | None 
     return CliRunner().invoke(cli.app, ["generate", *arguments], input=stdin)
 
 
-DONE = (Chunk("Hello", 1), Chunk(" you", 2, "stop", 7, 4))
+DONE = (Chunk("Hello", 1), Chunk(" you", 2, "stop", 7, 4, 0, 0))
 
 
 def test_command_line_shows_text_then_one_line(monkeypatch):
@@ -458,6 +458,11 @@ def test_command_line_shows_text_then_one_line(monkeypatch):
     assert (text, empty) == ("Hello you", "")
     assert line.startswith("7 tokens in (4 cached), 3 out | TTFT ")
     assert line.endswith("tokens/s | finished: stop")
+
+
+def test_command_line_says_what_speculation_saved(monkeypatch):
+    guessed = (Chunk("Hello", 1), Chunk(" you", 2, "stop", 7, 4, 5, 2))
+    assert "3 out | 2 of 5 guesses right | TTFT" in invoke(monkeypatch, Scripted(*guessed), "p").stdout
 
 
 def test_command_line_prints_one_json_object(monkeypatch):

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import tritonclient.grpc as grpcclient
 
-from tests.servers import Client, assert_idle, make_repository, reconfigure, running
+from tests.servers import Client, assert_idle, make_repository, metrics, reconfigure, running, wait_until
 from triton_server import TritonServer
 
 NUM_STREAMS, ROUNDS, EACH = 4, 20, 20
@@ -69,6 +69,16 @@ def test_streams_of_llm_vllm_go_on_while_many_others_wait(server):
     assert client.nothing_more(last)
     assert all(client.receive(request).last.error is None for request in requests[1:])
     client.close()
+
+
+def test_a_reload_after_many_requests_through_llm_vllm_leaves_one_instance(server):
+    client = Client(server.grpc_address, "llm_vllm")
+    for _ in range(20):
+        requests = [ask(client, "The quick brown", "text_output", sampling_parameters='{"max_tokens": 2}') for _ in range(20)]
+        assert all(client.receive(request).last.error is None for request in requests)
+    client.close()
+    reconfigure(server, max_sequences="3", num_threads="1", kv_cache_memory_mb="8")
+    wait_until(lambda: metrics(server)["llm_max_sequences"] == 3)
 
 
 def test_llm_vllm_says_where_it_looked_for_the_server(shelf, tmp_path):

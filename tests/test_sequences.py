@@ -69,6 +69,18 @@ def test_the_others_go_on_when_the_first_ends_early(how):
     assert [results[f"a{index}"].token_ids for index in (1, 2)] == [expected_output(prompt, 5)] * 2
 
 
+def test_others_of_a_prompt_that_has_started_are_not_refused_for_their_wait():
+    engine = make_engine(FakeExecutor(num_pages=100), max_sequences=1)
+    add_group(engine, "a", [5, 6, 7], 2, max_tokens=4, deadline=3.0)
+    found: dict[str, list] = {}
+    for now in range(6):
+        for output in engine.step(float(now)):
+            found.setdefault(output.request_id, []).append(output)
+    assert found["a0"][-1].finish_reason is FinishReason.TIMEOUT
+    assert found["a1"][-1].finish_reason is FinishReason.TIMEOUT
+    assert not found["a1"][-1].queue_timed_out, "its deadline ended it with what it had"
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_random_groups_in_a_small_pool_keep_the_laws(seed):
     rng = random.Random(seed)
@@ -182,6 +194,14 @@ def test_through_llm_vllm_all_come_before_the_last_flag(server, client):
         assert len("".join(texts)) == sum(len(alone(client, 5 + index).text) for index in range(3))
         assert len(reply.responses) == 1 or stream
     unbatched.close()
+
+
+def test_a_timeout_of_the_queue_counts_until_the_first_starts(server, client):
+    """More sequences than may run: the last ones wait longer than the timeout."""
+    inputs = request_inputs(PROMPT, num_return_sequences=64, stream=False, max_tokens=100, ignore_eos=True)
+    reply = client.receive(client.send(inputs, timeout=200_000))
+    assert reply.error == ""
+    assert reply.last.outputs["num_output_tokens"].tolist() == [100] * 64
 
 
 def test_each_counts_as_a_request_and_leaving_cancels_all(server, client):

@@ -266,3 +266,27 @@ def test_no_guess_takes_a_page_or_a_token_from_another():
         without.add(make_request(str(index), prompt, max_tokens=8))
     run(without)
     assert engine.stats.step.count <= without.stats.step.count
+
+
+def test_pages_of_wrong_guesses_go_before_anyone_is_preempted():
+    engine = guessing(4, num_pages=8, max_sequences=2, max_context=30)
+    engine._speculator.propose = lambda sequences: [setattr(each, "draft_ids", [1] * 6) for each in sequences]
+    engine._speculator.longest = 6
+    for name, tokens in (("a", 9), ("b", 9)):
+        engine.add(make_request(name, [3, 4, 5, 6, 7], max_tokens=tokens))
+    results = run(engine)
+    assert engine.stats.preemptions == 0
+    assert [len(results[name].token_ids) for name in "ab"] == [9, 9]
+
+
+def test_a_step_without_a_match_does_not_forget_what_was_learned():
+    speculator = Speculator(max_draft=8)
+    sequence = decoding("a", REPEATING)
+    for _ in range(20):
+        speculator.propose([sequence])
+        speculator.learn(sequence, len(sequence.draft_ids), len(sequence.draft_ids))
+    good = speculator._states["a"].acceptance
+    sequence.token_ids += [91, 92, 93]
+    speculator.propose([sequence])
+    assert not sequence.draft_ids
+    assert speculator._states["a"].acceptance == good

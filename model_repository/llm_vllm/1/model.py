@@ -32,6 +32,8 @@ ERROR_CODES = {
     grpc.StatusCode.NOT_FOUND: "NOT_FOUND",
 }
 # Triton keeps these names of request parameters to itself; a client of /generate can send them all the same.
+# The server is on this machine: a proxy of the environment is not on the way. Answers have any size.
+CHANNEL = [("grpc.enable_http_proxy", 0), ("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 RESERVED = {"sequence_id", "sequence_start", "sequence_end", "priority", "timeout", "headers", "binary_data_output"}
 
 
@@ -76,9 +78,11 @@ class TritonPythonModel:
             "outputs": [grpcclient.InferRequestedOutput(name) for name in sorted(wanted | {"finish_reason"})],
             "request_id": request.request_id(),
             "timeout": request.timeout() or None,
-            "parameters": {key: value for key, value in parameters.items() if key not in RESERVED},
+            "parameters": {
+                key: value for key, value in parameters.items() if key not in RESERVED and not key.startswith("triton_")
+            },
         }
-        return forwarded, _num_sequences(parameters | sampling)
+        return forwarded, _num_sequences(sampling, parameters)
 
     def _run(self):
         asyncio.set_event_loop(self.loop)
@@ -86,8 +90,7 @@ class TritonPythonModel:
         self.loop.close()
 
     async def _serve(self):
-        # The server is on this machine; a proxy of the environment is not on the way.
-        self.client = grpcclient.InferenceServerClient(self.address, channel_args=[("grpc.enable_http_proxy", 0)])
+        self.client = grpcclient.InferenceServerClient(self.address, channel_args=CHANNEL)
         while not self.closing.is_set():
             self._cancel_left()
             with contextlib.suppress(asyncio.TimeoutError):
@@ -130,7 +133,7 @@ class TritonPythonModel:
         async def one():
             yield forwarded
 
-        num_ended = 0
+        num_ended, last = 0, None
         responses = self.client.stream_infer(one(), headers=ERRORS_WITH_STATUS)
         try:
             async for result, error in responses:
@@ -140,9 +143,10 @@ class TritonPythonModel:
                 reasons = result.as_numpy("finish_reason")
                 num_ended += 0 if reasons is None else np.count_nonzero(reasons)
                 if num_ended == num_sequences:
-                    return response
-                sender.send(response)
-            return _error(f"{self.target} ended without a last response", "INTERNAL")
+                    last = response  # and on to the end: a stream that is cancelled as it ends can keep `llm` loaded for good
+                else:
+                    sender.send(response)
+            return last or _error(f"{self.target} ended without a last response", "INTERNAL")
         finally:
             responses.cancel()
 
@@ -185,9 +189,13 @@ def _with_defaults(array):
     return json.dumps(merged), merged
 
 
-def _num_sequences(values):
-    """What is no number is refused by `llm`, in a single response."""
-    try:
-        return max(1, int(values.get("n") or values.get("num_return_sequences") or 1))
-    except (TypeError, ValueError):
-        return 1
+def _num_sequences(sampling, parameters):
+    """As `llm` reads it; what is no number it refuses, in a single response."""
+    for values in (sampling, parameters):
+        for name in ("num_return_sequences", "n"):
+            if values.get(name) is not None:
+                try:
+                    return max(1, int(values[name]))
+                except (TypeError, ValueError):
+                    return 1
+    return 1

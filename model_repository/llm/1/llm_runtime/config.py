@@ -126,16 +126,17 @@ def size_pool(parameters: Parameters, manifest: EngineManifest, gpu: GpuMemory |
     return num_pages
 
 
-def longest_context(parameters: Parameters, manifest: EngineManifest, num_pages: int) -> int:
-    """Tokens of the longest sequence. Raises ConfigError with the sizes and the knob to change."""
+def longest_context(parameters: Parameters, manifest: EngineManifest, num_pages: int, num_pinned: int = 0) -> int:
+    """Tokens of the longest sequence beside so many pinned pages. Raises ConfigError with the sizes and the knob to change."""
     page_size, limit = manifest.limits.page_size, manifest.limits.max_context
-    capacity = num_pages * page_size
+    capacity = (num_pages - num_pinned) * page_size
     if parameters.max_context > limit:
         raise ConfigError(
             f"config.pbtxt: max_context {parameters.max_context} is over the engine's {limit}; set it to {limit} or less"
         )
     if parameters.max_context > capacity:
-        needed = f"kv_cache_memory_mb to {_mib(-(-parameters.max_context // page_size) * manifest.page_bytes)} or more"
+        num_needed = num_pinned + -(-parameters.max_context // page_size)
+        needed = f"kv_cache_memory_mb to {_mib(num_needed * manifest.page_bytes)} or more"
         if parameters.kv_cache_gpu_fraction:
             needed = f"kv_cache_gpu_fraction higher than {parameters.kv_cache_gpu_fraction:g}"
         raise ConfigError(

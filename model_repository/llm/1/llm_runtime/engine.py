@@ -249,7 +249,7 @@ class Engine:
         output.error = error
         if live.sequence.finish_reason is FinishReason.TIMEOUT:
             output.text = live.stops.push(live.detokenizer.finish()) + live.stops.finish()
-            output.queue_timed_out = not live.sequence.has_started
+            output.queue_timed_out = not live.sequence.has_started and live.sequence.request.after is None
         self._close(live, output)
         return output
 

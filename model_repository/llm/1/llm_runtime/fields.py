@@ -122,6 +122,14 @@ def _guided_decoding(raw: Any) -> tuple[str, str]:
     return VLLM_GUIDES[name], _guide_text(value if isinstance(value, str) else json.dumps(value))
 
 
+def _all_words(raw: Any) -> tuple[str, ...]:
+    """With empty ones: each has a weight."""
+    raw = [raw] if isinstance(raw, str) else raw
+    if not isinstance(raw, list | tuple) or len(raw) > MAX_WORDS or any(len(_text(word)) > MAX_WORD_LENGTH for word in raw):
+        raise ValueError
+    return tuple(raw)
+
+
 def _bias_weights(raw: Any) -> tuple[float, ...]:
     raw = raw if isinstance(raw, list | tuple) else [raw]
     if len(raw) > MAX_WORDS:
@@ -195,7 +203,7 @@ FIELDS: dict[str, Field] = {
     "logit_bias": Field(
         _logit_bias, f"an object of up to {MAX_WORDS} token ids, each with a number from -{MAX_BIAS:g} to {MAX_BIAS:g}"
     ),
-    "embedding_bias_words": WORDS,
+    "embedding_bias_words": Field(_all_words, WORDS.allowed),
     "embedding_bias_weights": Field(
         _bias_weights,
         f"a list of up to {MAX_WORDS} numbers from -{MAX_BIAS:g} to {MAX_BIAS:g}, one for each of embedding_bias_words",

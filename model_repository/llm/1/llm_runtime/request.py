@@ -9,7 +9,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from llm_runtime.errors import RequestError
-from llm_runtime.fields import GUIDE_KINDS, UINT64_MAX, read_fields
+from llm_runtime.fields import GUIDE_KINDS, MAX_WORDS, UINT64_MAX, read_fields
 from llm_runtime.guide import Guides
 from llm_runtime.types import GenerationRequest, Guide, SamplingParams
 
@@ -102,7 +102,14 @@ class RequestParser:
         parsed = [ParsedRequest(first, reply)]
         for index in range(1, reply.num_sequences):
             seed = None if sampling.seed is None else (sampling.seed + index) % (UINT64_MAX + 1)
-            other = replace(first, request_id=make_id(), sampling=replace(sampling, seed=seed), after=first.request_id)
+            # Part of what has started once the first has: no timeout of the queue is theirs.
+            other = replace(
+                first,
+                request_id=make_id(),
+                sampling=replace(sampling, seed=seed),
+                after=first.request_id,
+                queue_deadline=None,
+            )
             parsed.append(ParsedRequest(other, replace(reply, sequence_index=index)))
         return parsed
 
@@ -188,11 +195,14 @@ class RequestParser:
                 raise RequestError(f"logit_bias: got token id {token_id}; allowed: 0 to {self._limits.vocab_size - 1}")
             bias[token_id] = value
         words, weights = fields.get("embedding_bias_words", ()), fields.get("embedding_bias_weights", ())
-        if words and len(words) != len(weights):
+        if any(words) and len(words) != len(weights):
             raise RequestError(f"embedding_bias_weights: got {len(weights)}; allowed: one for each of {len(words)} words")
         for word, value in zip(words, weights, strict=False):  # weights without words mean nothing
             for token_id in sorted({token_id for ids in self._spellings(word) for token_id in ids}):
-                bias[token_id] = bias.get(token_id, 0.0) + value
+                if token_id < self._limits.vocab_size:  # a tokenizer may have more than the model
+                    bias[token_id] = bias.get(token_id, 0.0) + value
+        if len(bias) > MAX_WORDS:
+            raise RequestError(f"embedding_bias_words: they have {len(bias)} tokens; allowed: up to {MAX_WORDS}")
         return tuple(bias.items())
 
     def _spellings(self, word: str) -> list[tuple[int, ...]]:

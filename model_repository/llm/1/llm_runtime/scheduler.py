@@ -165,6 +165,8 @@ class Scheduler:
         """A page for the sequence's next token; preempts the newest, at last itself (then False)."""
         if self.blocks.pages_for(len(sequence.token_ids)) <= len(sequence.page_ids):
             return True
+        if self.blocks.num_available == 0:
+            self._take_back_pages_of_guesses()
         while self.blocks.num_available == 0:
             victim = self.running[-1]
             self._preempt(victim)
@@ -172,6 +174,13 @@ class Scheduler:
                 return False
         sequence.page_ids += self.blocks.allocate(1)
         return True
+
+    def _take_back_pages_of_guesses(self) -> None:
+        """What sequences hold beyond their own tokens, for guesses that were wrong."""
+        for sequence in self.running:
+            needed = self.blocks.pages_for(len(sequence.token_ids))
+            self.blocks.release(sequence.page_ids[needed:])
+            del sequence.page_ids[needed:]
 
     def _plan_prefill(self, plan: StepPlan, sequence: Sequence, budget: int) -> int:
         num_tokens = min(sequence.num_uncomputed, budget)

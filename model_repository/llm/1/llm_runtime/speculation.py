@@ -116,8 +116,8 @@ class Speculator:
             state = self._states.setdefault(sequence.request.request_id, _State(self._typical))
             count = min(self._max_draft, int(math.log(share) / math.log(state.acceptance)))
             sequence.draft_ids = state.index.draft(sequence.token_ids, count) if count > 0 else []
-            if not sequence.draft_ids:
-                state.acceptance = min(FIRST_GUESS, state.acceptance + RECOVERY)
+            if not sequence.draft_ids and state.acceptance < FIRST_GUESS:
+                state.acceptance += RECOVERY
 
     def learn(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
         """What came of a draft: every token up to the first wrong one was checked."""

@@ -49,7 +49,7 @@ class Service:
         ]
         lengths = [len(token_ids) for token_ids, _ in self._prefixes]
         num_pinned = check_prefixes(self._parameters, lengths, executor.page_size, executor.num_pages)
-        max_context = longest_context(self._parameters, manifest, executor.num_pages - num_pinned)
+        max_context = longest_context(self._parameters, manifest, executor.num_pages, num_pinned)
         guides = Guides(folder / "tokenizer.json", manifest.model.vocab_size, manifest.model.eos_token_ids)
         self._parser = RequestParser(self._tokenizer, _limits(self._parameters, manifest, max_context), guides)
         self._engine = Engine(executor, self._tokenizer, _engine_config(self._parameters, manifest, max_context))
@@ -174,5 +174,15 @@ def _engine_config(parameters: Parameters, manifest: EngineManifest, max_context
         max_context=max_context,
         end_ids=manifest.model.eos_token_ids,
         prefix_caching=parameters.prefix_caching,
-        max_draft_tokens=0 if parameters.speculation == "off" else parameters.max_draft_tokens,
+        max_draft_tokens=_max_draft_tokens(parameters, manifest),
     )
+
+
+def _max_draft_tokens(parameters: Parameters, manifest: EngineManifest) -> int:
+    if parameters.speculation == "off":
+        return 0
+    if manifest.runtime != "onnxruntime":
+        # Its plans, and the memory kept beside the pool, are sized for one row of logits a sequence.
+        log.warning("speculation is not there for %s yet: the model serves without", manifest.runtime)
+        return 0
+    return parameters.max_draft_tokens

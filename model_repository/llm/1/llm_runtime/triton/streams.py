@@ -165,6 +165,10 @@ class StreamSender:
             self._on_left(request_id)
 
     def _cancel_left(self) -> None:
+        left: dict[int, bool] = {}  # by request, which may have many streams
         for request_id, stream in list(self._streams.items()):
-            if stream.replies.sender.is_cancelled():
+            key = id(stream.replies)
+            if key not in left:
+                left[key] = stream.replies.sender.is_cancelled()
+            if left[key]:
                 self._on_left(request_id)
