@@ -112,7 +112,7 @@ def test_pinned_prefixes_are_texts_or_texts_with_a_salt():
 @pytest.mark.parametrize(
     ("lengths", "caching", "message"),
     [
-        ([40], "false", "need prefix_caching true"),
+        ([40], "false", "need prefix_caching true and kv_cache paged"),
         ([40, 15], "true", r"pinned_prefixes\[1\] has 15 tokens; only whole pages, of 16 tokens"),
         ([170, 170], "true", "take 20 of the KV cache's 32 pages; allowed: half of them"),
     ],
@@ -122,3 +122,19 @@ def test_prefixes_that_cannot_be_pinned_are_refused(lengths, caching, message):
     with pytest.raises(ConfigError, match=message):
         check_prefixes(parameters, lengths, 16, 32)
     assert check_prefixes(read_parameters(entries(engine_dir="x")), [40, 100], 16, 32) == 8
+
+
+def test_a_static_cache_is_a_region_for_each_sequence():
+    manifest = make_manifest(num_layers=2, num_kv_heads=2, head_dim=64, page_size=16, max_context=4096)
+
+    def size(**values):
+        return size_cache(Parameters(engine_dir="x", kv_cache="static", **values), manifest)
+
+    assert size(kv_cache_memory_mb=8, max_sequences=4) == (256, 64 * 16)
+    assert size(kv_cache_memory_mb=8, max_sequences=4, max_context=100) == (256, 100)
+    with pytest.raises(
+        ConfigError, match=r"does not fit the KV cache of 1024 tokens a sequence; set kv_cache_memory_mb to 16 or"
+    ):
+        size(kv_cache_memory_mb=8, max_sequences=4, max_context=2048)
+    with pytest.raises(ConfigError, match=r"has 32 pages for max_sequences 64; at least one each .* to 2 or more"):
+        size(kv_cache_memory_mb=1, max_sequences=64)

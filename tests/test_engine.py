@@ -443,3 +443,38 @@ def test_a_prefix_that_cannot_be_computed_says_so():
     assert not engine.has_work
     with pytest.raises(RequestError, match="prompt: got 60 tokens"):
         make_engine(FakeExecutor(num_pages=16), max_context=40).pin([((5,) * 60, "")])
+
+
+@pytest.mark.parametrize("max_draft_tokens", [0, 4])
+def test_a_static_cache_gives_the_same_tokens_from_one_region_a_sequence(max_draft_tokens):
+    executor = FakeExecutor(num_pages=33, page_size=4, rule=copying)
+    options = {"max_sequences": 8, "max_context": 38, "static_cache": True, "max_draft_tokens": max_draft_tokens}
+    engine = make_engine(executor, **options)
+    wanted = prompts(10, 4, 20, seed=5)
+    for index, prompt in enumerate(wanted):
+        engine.add(make_request(str(index), prompt, max_tokens=3 + index))
+    found: dict[str, list[int]] = {}
+    for output in engine.step(0.0):
+        found.setdefault(output.request_id, []).extend(output.token_ids)
+    assert engine.stats.running == 3, "of 33 pages three regions of ten can be had"
+    results = run(engine)
+    for index, prompt in enumerate(wanted):
+        tokens = found.get(str(index), []) + results[str(index)].token_ids
+        assert tokens == expected_output(prompt, 3 + index, copying)
+        assert results[str(index)].last.num_cached_tokens == 0
+    assert engine.stats.preemptions == 0
+    for row in (row for call in executor.calls for row in call):
+        first = row.page_ids[0]
+        assert list(row.page_ids) == list(range(first, first + 10))
+        assert first % 10 == 0
+
+
+def test_with_a_static_cache_several_outputs_of_a_prompt_do_not_wait_for_one():
+    engine = make_engine(FakeExecutor(num_pages=40), max_context=40, static_cache=True)
+    for index in range(3):
+        engine.add(make_request(f"a{index}", [5, 6, 7], max_tokens=4, **({"after": "a0"} if index else {})))
+    outputs = engine.step(0.0)
+    assert engine.stats.running == 3
+    results = run(engine)
+    for output in outputs:
+        assert output.token_ids + results[output.request_id].token_ids == expected_output([5, 6, 7], 4)

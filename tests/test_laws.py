@@ -122,6 +122,7 @@ def test_every_way_to_run_gives_the_same_tokens(loaded, seed, tie):
     assert loaded.stats.prefix_hit_tokens > 0
     assert_same(alone, loaded.run(prompts, num_pages=32, prefix_caching=False), tie)
     assert loaded.stats.preemptions > 0
+    assert_same(alone, loaded.run(prompts, static_cache=True), tie)
     guesses = {
         (*prompt, *(choice.token_id for choice in output[:count])): output[count].token_id
         for prompt, output in zip(prompts, alone, strict=True)

@@ -185,3 +185,20 @@ class BlockManager:
         if entry.page_id in self._cached:
             del self._cached[entry.page_id]
             self._free.append(entry.page_id)
+
+
+class StaticBlocks(BlockManager):
+    """A region of pages for each sequence, which it has whole from its start to its end.
+
+    Nothing is shared or cached, and nothing runs out while a sequence runs, so none is ever preempted.
+    """
+
+    def __init__(self, num_pages: int, page_size: int, region_pages: int) -> None:
+        """Pages beyond the last whole region are not used."""
+        super().__init__(num_pages // region_pages * region_pages, page_size, prefix_caching=False)
+        self._region_pages = region_pages
+
+    def allocate(self, count: int) -> list[int]:
+        """A whole region, one page after another: pages come back as they went, so they stay together."""
+        assert count <= self._region_pages
+        return super().allocate(self._region_pages)

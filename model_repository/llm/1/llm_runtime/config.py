@@ -53,6 +53,10 @@ class Parameters(BaseModel):
     kv_cache_gpu_fraction: float = Field(
         0.0, ge=0, lt=1, description="part of the GPU memory left beside the engine for the KV page pool; 0: kv_cache_memory_mb"
     )
+    kv_cache: Literal["paged", "static"] = Field(
+        "paged",
+        description="paged: pages as a sequence grows; static: a region of max_context tokens for each of max_sequences",
+    )
     prefix_caching: bool = Field(True, description="keep pages of finished prompts for later ones that start the same")
     pinned_prefixes: Annotated[tuple[PinnedPrefix, ...], BeforeValidator(_read_prefixes)] = Field(
         (), description='JSON list of texts, or of {"text": ..., "cache_salt": ...}, computed at load and kept'
@@ -129,27 +133,33 @@ def size_pool(parameters: Parameters, manifest: EngineManifest, gpu: GpuMemory |
 def longest_context(parameters: Parameters, manifest: EngineManifest, num_pages: int, num_pinned: int = 0) -> int:
     """Tokens of the longest sequence beside so many pinned pages. Raises ConfigError with the sizes and the knob to change."""
     page_size, limit = manifest.limits.page_size, manifest.limits.max_context
-    capacity = (num_pages - num_pinned) * page_size
+    sharers = parameters.max_sequences if parameters.kv_cache == "static" else 1  # of the pool, each with a part of its own
+    capacity = (num_pages - num_pinned) // sharers * page_size
     if parameters.max_context > limit:
         raise ConfigError(
             f"config.pbtxt: max_context {parameters.max_context} is over the engine's {limit}; set it to {limit} or less"
         )
     if parameters.max_context > capacity:
-        num_needed = num_pinned + -(-parameters.max_context // page_size)
+        num_needed = num_pinned + sharers * -(-parameters.max_context // page_size)
         needed = f"kv_cache_memory_mb to {_mib(num_needed * manifest.page_bytes)} or more"
         if parameters.kv_cache_gpu_fraction:
             needed = f"kv_cache_gpu_fraction higher than {parameters.kv_cache_gpu_fraction:g}"
         raise ConfigError(
             f"config.pbtxt: one sequence of max_context {parameters.max_context} tokens does not fit the KV cache of "
-            f"{capacity} tokens; set {needed}, or max_context to {capacity} or less"
+            f"{capacity} tokens{' a sequence' if sharers > 1 else ''}; set {needed}, or max_context to {capacity} or less"
+        )
+    if not capacity:
+        raise ConfigError(
+            f"config.pbtxt: kv_cache static has {num_pages} pages for max_sequences {sharers}; at least one each is needed: "
+            f"set kv_cache_memory_mb to {_mib(sharers * manifest.page_bytes)} or more, or max_sequences lower"
         )
     return min(parameters.max_context or limit, capacity)
 
 
 def check_prefixes(parameters: Parameters, lengths: Sequence[int], page_size: int, num_pages: int) -> int:
     """Pages that the pinned prefixes, of so many tokens each, take for good. Raises ConfigError where they leave too few."""
-    if lengths and not parameters.prefix_caching:
-        raise ConfigError("config.pbtxt: pinned_prefixes need prefix_caching true")
+    if lengths and not (parameters.prefix_caching and parameters.kv_cache == "paged"):
+        raise ConfigError("config.pbtxt: pinned_prefixes need prefix_caching true and kv_cache paged")
     for index, length in enumerate(lengths):
         if length < page_size:
             raise ConfigError(

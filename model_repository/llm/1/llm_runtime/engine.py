@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from tokenizers import Tokenizer
 
-from llm_runtime.block_manager import BlockManager
+from llm_runtime.block_manager import BlockManager, StaticBlocks
 from llm_runtime.detokenizer import Detokenizer, StopMatcher
 from llm_runtime.errors import EngineError, RequestError
 from llm_runtime.executors.base import Executor, Row
@@ -31,6 +31,7 @@ class EngineConfig:
     max_context: int
     end_ids: tuple[int, ...]
     prefix_caching: bool = True
+    static_cache: bool = False  # a region of max_context tokens for each sequence, in place of pages as it grows
     max_draft_tokens: int = 0  # guessed ahead for a sequence in a step; 0: no speculation
 
 
@@ -63,9 +64,13 @@ class Engine:
         self.stats = Stats(max_sequences=config.max_sequences)
         self._clock = clock
         self._tokenizer = tokenizer
-        self.blocks = BlockManager(executor.num_pages, executor.page_size, prefix_caching=config.prefix_caching)
         # Never more than the pool holds, or a sequence alone in it could wait for pages for ever.
         self.max_context = min(config.max_context, executor.num_pages * executor.page_size)
+        self.blocks = (
+            StaticBlocks(executor.num_pages, executor.page_size, -(-self.max_context // executor.page_size))
+            if config.static_cache
+            else BlockManager(executor.num_pages, executor.page_size, prefix_caching=config.prefix_caching)
+        )
         self.scheduler = Scheduler(
             self.blocks, config.max_sequences, config.max_step_tokens, config.prefill_chunk_tokens, self.max_context
         )
@@ -75,6 +80,10 @@ class Engine:
         self._arrivals = 0
         self._pinned_pages: list[int] = []
         self._update_gauges()
+
+    @property
+    def shares_prefixes(self) -> bool:
+        return self.config.prefix_caching and not self.config.static_cache
 
     @property
     def has_work(self) -> bool:
@@ -87,7 +96,7 @@ class Engine:
             raise RequestError(f"prompt: got {len(request.prompt_ids)} tokens; allowed: 1 to {longest}")
         if request.request_id in self._live:
             raise RequestError(f"request_id: got {request.request_id!r}, which is live; allowed: one of its own")
-        leader = self._live.get(request.after or "") if self.config.prefix_caching else None
+        leader = self._live.get(request.after or "") if self.shares_prefixes else None
         sequence = Sequence(request, self._arrivals, leader.sequence if leader else None)
         self._arrivals += 1
         self._live[request.request_id] = LiveSequence(sequence, self._tokenizer, self.config.end_ids)

@@ -174,6 +174,7 @@ def _engine_config(parameters: Parameters, manifest: EngineManifest, max_context
         max_context=max_context,
         end_ids=manifest.model.eos_token_ids,
         prefix_caching=parameters.prefix_caching,
+        static_cache=parameters.kv_cache == "static",
         max_draft_tokens=_max_draft_tokens(parameters, manifest),
     )
 
