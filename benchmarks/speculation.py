@@ -1,6 +1,7 @@
-"""One stream with and without guesses ahead, in turn in one run: `python benchmarks/speculation.py ENGINE`.
+"""One stream with and without guesses ahead, in turn in one run: `python benchmarks/speculation.py ENGINE [--draft ENGINE]`.
 
-Two prompts: code to be copied, where nearly every guess is right, and a sentence to be continued.
+Two prompts: code to be copied, where nearly every guess from the text is right, and a sentence to be continued. With --draft
+the guesses are another engine's.
 """
 
 from __future__ import annotations
@@ -38,11 +39,13 @@ PROMPTS = {
     "copy 14 lines of code": f"Copy the code.\n\nOriginal:\n{CODE}\nCopy:\ndef add(a, b):\n",
     "continue a sentence": "The history of computing began",
 }
-LIMITS = (0, 4, 8)
+LIMITS = (0, 2, 4, 8)
+NUM_PAGES = 64
 
 
 def main(
     engine: Annotated[Path, typer.Argument(help="Engine folder.")],
+    draft: Annotated[Path | None, typer.Option(help="Folder of an engine that guesses.")] = None,
     threads: int = 2,
     tokens: Annotated[int, typer.Option(help="Tokens to generate.")] = 100,
     repeats: Annotated[int, typer.Option(help="Runs of each; the best is shown.")] = 3,
@@ -50,9 +53,15 @@ def main(
     """Time the tokens of a stream, by the most that is guessed ahead."""
     manifest = read_manifest(engine)
     tokenizer = Tokenizer.from_file(str(engine / "tokenizer.json"))
-    executor = OrtExecutor(engine, manifest, 64, OrtOptions(num_threads=threads))
+    executor = OrtExecutor(engine, manifest, NUM_PAGES, OrtOptions(num_threads=threads))
+    guesser, source = None, "its own text"
+    if draft:
+        draft_manifest = read_manifest(draft)
+        guesser, source = OrtExecutor(draft, draft_manifest, NUM_PAGES, OrtOptions(num_threads=threads)), draft_manifest.name
     console = Console()
-    console.print(f"{manifest.name}: {machine.describe(threads)}; {tokens} tokens, best of {repeats} runs")
+    console.print(
+        f"{manifest.name}, guesses from {source}: {machine.describe(threads)}; {tokens} tokens, best of {repeats} runs"
+    )
     table = Table("prompt", "at most", "ITL, ms", "times as fast", "guessed", "right", "steps", "same tokens")
     for name, prompt in PROMPTS.items():
         prompt_ids = tuple(tokenizer.encode(prompt).ids)
@@ -60,7 +69,7 @@ def main(
         last: dict[int, tuple[Engine, list[int]]] = {}
         for _ in range(repeats):
             for limit in LIMITS:
-                run, token_ids, seconds = generate(executor, tokenizer, prompt_ids, tokens, limit)
+                run, token_ids, seconds = generate(executor, guesser, tokenizer, prompt_ids, tokens, limit)
                 best[limit] = min(seconds, best.get(limit, seconds))
                 last[limit] = run, token_ids
         for limit in LIMITS:
@@ -79,12 +88,17 @@ def main(
 
 
 def generate(
-    executor: OrtExecutor, tokenizer: Tokenizer, prompt_ids: tuple[int, ...], count: int, limit: int
+    executor: OrtExecutor,
+    guesser: OrtExecutor | None,
+    tokenizer: Tokenizer,
+    prompt_ids: tuple[int, ...],
+    count: int,
+    limit: int,
 ) -> tuple[Engine, list[int], float]:
     """(the engine that ran it, the tokens, the mean ITL in seconds)"""
     context = len(prompt_ids) + count
     config = EngineConfig(1, context, context, context, end_ids=(), prefix_caching=False, max_draft_tokens=limit)
-    engine = Engine(executor, tokenizer, config)
+    engine = Engine(executor, tokenizer, config, draft=guesser)
     engine.add(GenerationRequest("stream", prompt_ids, SamplingParams(max_tokens=count, ignore_eos=True)))
     token_ids = [token for output in engine.step(time.monotonic()) for token in output.token_ids]
     started = time.perf_counter()

@@ -42,7 +42,7 @@ def test_an_unknown_parameter_names_the_nearest():
         ("kv_cache_memory_mb", "-1"),
         ("attention", "flash"),
         ("prefix_caching", "maybe"),
-        ("speculation", "draft"),
+        ("speculation", "medusa"),
         ("pinned_prefixes", "You are"),
         ("pinned_prefixes", '{"text": "You are"}'),
         ("pinned_prefixes", '[{"text": ""}]'),
@@ -70,8 +70,8 @@ def test_environment_is_expanded_and_a_missing_variable_named(monkeypatch):
 
 
 def test_a_relative_engine_dir_starts_at_the_models_folder(tmp_path):
-    assert resolve_engine_dir(Parameters(engine_dir="engine"), tmp_path) == tmp_path / "engine"
-    assert resolve_engine_dir(Parameters(engine_dir="/abs"), tmp_path) == Path("/abs")
+    assert resolve_engine_dir("engine", tmp_path) == tmp_path / "engine"
+    assert resolve_engine_dir("/abs", tmp_path) == Path("/abs")
 
 
 def test_the_pool_is_sized_from_memory_and_bounds_the_context():

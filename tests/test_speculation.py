@@ -9,12 +9,13 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from llm_runtime.engine import Engine
+from llm_runtime.engine import Engine, EngineConfig
+from llm_runtime.errors import EngineError
 from llm_runtime.sequence import Sequence
 from llm_runtime.speculation import NgramIndex, Speculator, StepCost
 from llm_runtime.types import FinishReason, GenerationRequest, SamplingParams
 from tests.fake_executor import VOCAB, FakeExecutor, copying, expected_output
-from tests.test_engine import END, Collected, make_engine, make_request, prompts, run
+from tests.test_engine import END, Collected, assert_idle, make_engine, make_request, prompts, run, word_tokenizer
 
 
 class Guesser:
@@ -24,6 +25,9 @@ class Guesser:
         self.rng = random.Random(seed)
         self.rule, self.longest = rule, longest
         self.cost = StepCost()
+
+    def fill(self, plan, states) -> None:
+        pass
 
     def propose(self, sequences) -> None:
         for sequence in sequences:
@@ -42,6 +46,12 @@ class Guesser:
 def guessing(seed: int, rule=copying, **options) -> Engine:
     engine = make_engine(FakeExecutor(options.pop("num_pages", 200), rule=rule), max_draft_tokens=6, **options)
     engine._speculator = Guesser(seed, rule)
+    return engine
+
+
+def fixed_cost(engine: Engine) -> Engine:
+    """Durations of a fake executor are not learned from: in it a token costs as much as a step."""
+    engine._speculator.cost.observe = lambda num_tokens, seconds: None
     return engine
 
 
@@ -137,7 +147,7 @@ def test_a_request_may_decline():
 
 def test_a_text_that_repeats_takes_a_fraction_of_the_steps():
     executor = FakeExecutor(num_pages=200, rule=copying)
-    engine = make_engine(executor, max_draft_tokens=8)
+    engine = fixed_cost(make_engine(executor, max_draft_tokens=8))
     prompt = prompts(1, 20, 20)[0]
     engine.add(make_request("a", prompt, max_tokens=60))
     result = run(engine)["a"]
@@ -290,3 +300,116 @@ def test_a_step_without_a_match_does_not_forget_what_was_learned():
     speculator.propose([sequence])
     assert not sequence.draft_ids
     assert speculator._states["a"].acceptance == good
+
+
+def drafting(rule=copying, *, num_pages: int = 200, target=copying, strict: bool = True, **options) -> Engine:
+    """An engine that a second one, of this rule, guesses for."""
+    draft = FakeExecutor(num_pages, rule=rule, strict=strict)
+    values = {"max_sequences": 4, "max_step_tokens": 64, "prefill_chunk_tokens": 64, "max_context": 100} | options
+    config = EngineConfig(end_ids=(END,), max_draft_tokens=5, **values)
+    engine = Engine(FakeExecutor(num_pages, rule=target), word_tokenizer(), config, draft=draft)
+    engine._speculator.cost_of_guess = lambda: 0.0
+    return fixed_cost(engine)
+
+
+def mostly(context) -> int:
+    """Right but for every fifth length."""
+    return copying(context) if len(context) % 5 else 7
+
+
+def test_a_draft_that_knows_the_answer_takes_a_fraction_of_the_steps():
+    engine = drafting()
+    prompt = prompts(1, 20, 20)[0]
+    engine.add(make_request("a", prompt, max_tokens=60))
+    result = run(engine)["a"]
+    assert result.token_ids == expected_output(prompt, 60, copying)
+    assert result.last.num_accepted_tokens == result.last.num_draft_tokens > 40
+    assert len(engine.executor.calls) + result.last.num_accepted_tokens == 60
+    draft = engine._speculator.executor
+    computed = sum(len(row.token_ids) for call in draft.calls for row in call)
+    assert computed <= 20 + 60, "each token is run once there, too"
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {},
+        {"max_step_tokens": 5, "prefill_chunk_tokens": 2},
+        {"max_sequences": 12, "max_step_tokens": 16, "prefill_chunk_tokens": 7},
+        {"num_pages": 26},
+        {"prefix_caching": False},
+        {"static_cache": True, "max_context": 60},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("rule", [copying, mostly, lambda context: 5], ids=["right", "mostly", "wrong"])
+def test_a_draft_changes_no_token(rule, overrides):
+    strict = not overrides.get("num_pages")
+    engine = drafting(rule, strict=strict, **overrides)
+    wanted = prompts(12, seed=3)
+    for index, prompt in enumerate(wanted):
+        fields = {"temperature": 3.0, "seed": index} if index % 4 == 3 else {"speculation": index % 5 != 4}
+        engine.add(make_request(str(index), prompt, max_tokens=1 + 2 * index, **fields))
+    results = run(engine)
+    plain = make_engine(FakeExecutor(200, rule=copying), max_sequences=12)
+    for index, prompt in enumerate(wanted):
+        fields = {"temperature": 3.0, "seed": index} if index % 4 == 3 else {}
+        plain.add(make_request(str(index), prompt, max_tokens=1 + 2 * index, **fields))
+    expected = run(plain)
+    assert {name: result.token_ids for name, result in results.items()} == {
+        name: result.token_ids for name, result in expected.items()
+    }
+    assert engine.stats.draft_tokens > 0
+
+
+def test_a_draft_that_takes_as_long_as_the_model_is_left_alone():
+    engine = drafting()
+    engine._speculator.cost_of_guess = lambda: 1.0
+    engine.add(make_request("a", [5, 6, 7], max_tokens=20))
+    assert run(engine)["a"].token_ids == expected_output([5, 6, 7], 20, copying)
+    assert engine.stats.draft_tokens == 0
+
+
+def test_a_draft_that_fails_ends_what_runs_with_its_message():
+    engine = drafting()
+    engine._speculator.executor._fail_at = 2
+    engine.add(make_request("a", [5, 6, 7], max_tokens=20))
+    with pytest.raises(EngineError, match="caught fire"):
+        run(engine)
+    (output,) = [output for output in engine.fail_all("lost") if output.finish_reason]
+    assert output.error == "lost"
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_random_schedules_with_a_draft_keep_the_laws(seed):
+    rng = random.Random(seed)
+    engine = drafting(
+        mostly,
+        num_pages=rng.randint(12, 20),
+        strict=False,
+        max_sequences=rng.randint(1, 6),
+        max_step_tokens=rng.randint(6, 40),
+        prefill_chunk_tokens=rng.randint(1, 40),
+        max_context=40,
+    )
+    wanted: dict[str, list[int]] = {}
+    results: dict[str, list[int]] = {}
+    cancelled: set[str] = set()
+    shared = [rng.randrange(2, VOCAB) for _ in range(12)]
+    for now in range(120):
+        if now < 60 and rng.random() < 0.5:
+            prompt = shared[: rng.randint(0, 12)] + [rng.randrange(2, VOCAB) for _ in range(rng.randint(1, 8))]
+            wanted[str(now)] = expected_output(prompt, max_tokens := rng.randint(1, 20), copying)
+            engine.add(make_request(str(now), prompt, max_tokens=max_tokens))
+        if wanted and rng.random() < 0.1:
+            engine.cancel(name := rng.choice(list(wanted)))
+            cancelled.add(name)
+        for output in engine.step(float(now)):
+            results.setdefault(output.request_id, []).extend(output.token_ids)
+        engine.blocks.check_invariants()
+    for name, result in run(engine, now=120.0).items():
+        results.setdefault(name, []).extend(result.token_ids)
+    for name, tokens in wanted.items():
+        found = results.get(name, [])
+        assert found == tokens or (name in cancelled and found == tokens[: len(found)])

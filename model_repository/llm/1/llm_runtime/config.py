@@ -61,7 +61,10 @@ class Parameters(BaseModel):
     pinned_prefixes: Annotated[tuple[PinnedPrefix, ...], BeforeValidator(_read_prefixes)] = Field(
         (), description='JSON list of texts, or of {"text": ..., "cache_salt": ...}, computed at load and kept'
     )
-    speculation: Literal["off", "ngram"] = Field("off", description="ngram: guess tokens ahead from the sequence's own text")
+    speculation: Literal["off", "ngram", "draft"] = Field(
+        "off", description="guess tokens ahead: ngram from the sequence's own text, draft by the engine in draft_engine_dir"
+    )
+    draft_engine_dir: str = Field("", description="folder of a smaller engine with the same tokenizer")
     max_draft_tokens: int = Field(8, ge=1, le=64, description="tokens guessed ahead for a sequence in a step, at most")
     default_max_tokens: int = Field(128, ge=1, description="max_tokens of a request that names none")
     max_deadline_ms: int = Field(600_000, ge=0, description="longest deadline_ms, and that of a request without one; 0: none")
@@ -102,9 +105,9 @@ def _expand(key: str, text: str) -> str:
     return re.sub(r"\$\{(\w+)\}", value, text)
 
 
-def resolve_engine_dir(parameters: Parameters, model_folder: Path) -> Path:
-    """A relative engine_dir starts at the model's folder, so that a repository can be moved as a whole."""
-    return (model_folder / parameters.engine_dir).resolve()
+def resolve_engine_dir(engine_dir: str, model_folder: Path) -> Path:
+    """A relative one starts at the model's folder, so that a repository can be moved as a whole."""
+    return (model_folder / engine_dir).resolve()
 
 
 @dataclass(frozen=True)
@@ -115,10 +118,13 @@ class GpuMemory:
     beside_pool: int
 
 
-def size_pool(parameters: Parameters, manifest: EngineManifest, gpu: GpuMemory | None = None) -> int:
-    """Pages of the KV pool; `gpu` where the engine runs on one. Raises ConfigError with the sizes and the knob to change."""
-    knob, value, num_pages = _chosen_pages(parameters, manifest, gpu)
-    size = manifest.page_bytes
+def size_pool(
+    parameters: Parameters, manifest: EngineManifest, gpu: GpuMemory | None = None, draft: EngineManifest | None = None
+) -> int:
+    """Pages of the KV pool; `gpu` where the engine runs on one, `draft` where another has as many pages beside it. Raises
+    ConfigError with the sizes and the knob to change."""
+    size = manifest.page_bytes + (draft.page_bytes if draft else 0)
+    knob, value, num_pages = _chosen_pages(parameters, manifest, size, gpu)
     if gpu is not None:
         _check_gpu(knob, value, num_pages, manifest, gpu)
     if num_pages < 2:
@@ -156,6 +162,23 @@ def longest_context(parameters: Parameters, manifest: EngineManifest, num_pages:
     return min(parameters.max_context or limit, capacity)
 
 
+def check_draft(target: EngineManifest, draft: EngineManifest) -> None:
+    """Raises ConfigError where the one cannot guess for the other."""
+    for name, own, wanted in (
+        ("a vocabulary of", draft.model.vocab_size, target.model.vocab_size),
+        ("pages of", draft.limits.page_size, target.limits.page_size),
+        ("the runtime", draft.runtime, "onnxruntime"),
+        ("to guess for the runtime", target.runtime, "onnxruntime"),
+    ):
+        if own != wanted:
+            raise ConfigError(f"config.pbtxt: draft_engine_dir: {draft.name} has {name} {own}; {wanted} is needed")
+    if draft.limits.max_context < target.limits.max_context:
+        raise ConfigError(
+            f"config.pbtxt: draft_engine_dir: {draft.name} has a context of {draft.limits.max_context}; "
+            f"{target.limits.max_context} or more is needed"
+        )
+
+
 def check_prefixes(parameters: Parameters, lengths: Sequence[int], page_size: int, num_pages: int) -> int:
     """Pages that the pinned prefixes, of so many tokens each, take for good. Raises ConfigError where they leave too few."""
     if lengths and not (parameters.prefix_caching and parameters.kv_cache == "paged"):
@@ -180,9 +203,9 @@ def size_cache(parameters: Parameters, manifest: EngineManifest) -> tuple[int, i
     return num_pages, longest_context(parameters, manifest, num_pages)
 
 
-def _chosen_pages(parameters: Parameters, manifest: EngineManifest, gpu: GpuMemory | None) -> tuple[str, str, int]:
-    """(the knob that decides, its value, the pages it holds beside the one that a GPU pads with)"""
-    fraction, size = parameters.kv_cache_gpu_fraction, manifest.page_bytes
+def _chosen_pages(parameters: Parameters, manifest: EngineManifest, size: int, gpu: GpuMemory | None) -> tuple[str, str, int]:
+    """(the knob that decides, its value, the pages of `size` bytes it holds beside the one that a GPU pads with)"""
+    fraction = parameters.kv_cache_gpu_fraction
     if fraction and gpu is None:
         raise ConfigError(
             f"config.pbtxt: kv_cache_gpu_fraction {fraction:g} is of a GPU, and {manifest.runtime} runs on a CPU; set it to 0"

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 
 from llm_runtime.block_manager import BlockManager, StaticBlocks
 from llm_runtime.detokenizer import Detokenizer, StopMatcher
+from llm_runtime.draft import DraftSpeculator
 from llm_runtime.errors import EngineError, RequestError
 from llm_runtime.executors.base import Executor, Row
 from llm_runtime.metrics import Stats
@@ -56,9 +57,15 @@ class Engine:
     """
 
     def __init__(
-        self, executor: Executor, tokenizer: Tokenizer, config: EngineConfig, clock: Callable[[], float] = time.monotonic
+        self,
+        executor: Executor,
+        tokenizer: Tokenizer,
+        config: EngineConfig,
+        clock: Callable[[], float] = time.monotonic,
+        draft: Executor | None = None,
     ) -> None:
-        """`clock` says when a step's tokens came; the `now` of each step is a time of the same clock."""
+        """`clock` says when a step's tokens came; the `now` of each step is a time of the same clock. `draft`: guesses for the
+        executor, and has its vocabulary and its pages' size and number; None: guesses come from a sequence's own text."""
         self.executor = executor
         self.config = config
         self.stats = Stats(max_sequences=config.max_sequences)
@@ -74,12 +81,28 @@ class Engine:
         self.scheduler = Scheduler(
             self.blocks, config.max_sequences, config.max_step_tokens, config.prefill_chunk_tokens, self.max_context
         )
-        self._speculator = Speculator(config.max_draft_tokens) if config.max_draft_tokens else None
+        self._speculator: Speculator | None = None
+        if config.max_draft_tokens:
+            limit = config.max_draft_tokens
+            self._speculator = DraftSpeculator(limit, draft, clock) if draft else Speculator(limit)
         self._live: dict[str, LiveSequence] = {}
         self._outputs: list[SequenceOutput] = []  # owed to the caller; kept here so that a step that fails loses none
         self._arrivals = 0
         self._pinned_pages: list[int] = []
         self._update_gauges()
+
+    def close(self) -> None:
+        """Free what the executors hold; nothing may follow but `replace_executors`."""
+        self.executor.close()
+        if isinstance(self._speculator, DraftSpeculator):
+            self._speculator.executor.close()
+
+    def replace_executors(self, executor: Executor, draft: Executor | None) -> None:
+        """By others of as many pages, whose contents are not those of before."""
+        self.executor = executor
+        if draft is not None:
+            assert isinstance(self._speculator, DraftSpeculator)
+            self._speculator.executor = draft
 
     @property
     def shares_prefixes(self) -> bool:
@@ -147,10 +170,22 @@ class Engine:
         if self._speculator:
             self._speculator.propose([sequence for sequence in self.scheduler.running if sequence.num_uncomputed == 1])
         plan = self.scheduler.schedule()
+        if plan.rows and self._speculator:
+            self._fill_guesses(plan)
         if plan.rows:
             self._run(plan, now)
         self._update_gauges()
         return self._take_outputs()
+
+    def _fill_guesses(self, plan: StepPlan) -> None:
+        assert self._speculator is not None
+        names = [row.sequence.request.request_id for row in plan.decode if row.draft_ids]
+        try:
+            self._speculator.fill(plan, {name: self._live[name].sampler for name in names})
+        except EngineError:
+            raise
+        except Exception as error:
+            raise EngineError(f"the draft engine failed: {error}") from error
 
     def fail_all(self, message: str) -> list[SequenceOutput]:
         """End every live request with an error, and forget all cached prefixes: a device that failed may have lost them."""
@@ -176,6 +211,7 @@ class Engine:
         for state in states:
             if state.guide:
                 state.guide.prepare()  # beside the step
+        began_at = self._clock()
         try:
             choices = iter(self.executor.sample([_executor_row(row) for row in rows], states, token_ids))
         except EngineError:
@@ -184,6 +220,8 @@ class Engine:
             raise EngineError(f"the executor failed on {len(rows)} rows: {error}") from error
         ended_at = self._clock()
         self._count_step(plan, started_at, ended_at)
+        if self._speculator and plan.decode and not plan.prefill:
+            self._speculator.cost.observe(plan.num_decode_tokens, ended_at - began_at)
         for row in rows:
             self.scheduler.apply(row)
         for row, live in choosing:
@@ -276,8 +314,6 @@ class Engine:
         stats.step.observe(ended_at - started_at)
         if plan.decode:
             stats.decode_batch_size.observe(len(plan.decode))
-            if self._speculator and not plan.prefill:
-                self._speculator.cost.observe(plan.num_decode_tokens, ended_at - started_at)
         if plan.prefill:
             stats.prefill_batch_size.observe(len(plan.prefill))
         for sequence in plan.started:

@@ -13,8 +13,11 @@ costs next to nothing and pays where output repeats its input: code edits, summa
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from llm_runtime.sampler import SamplerState
+from llm_runtime.scheduler import StepPlan
 from llm_runtime.sequence import Sequence
 
 MAX_NGRAM, MIN_NGRAM = 4, 2
@@ -71,6 +74,11 @@ class StepCost:
         ):
             setattr(self, name, COST_MEMORY * getattr(self, name) + value)
 
+    @property
+    def mean_seconds(self) -> float:
+        """Of recent steps; 0 before the first."""
+        return self._seconds / self._weight if self._weight else 0.0
+
     def share_of_tokens(self, num_tokens: int) -> float:
         """The part of a step of `num_tokens` that grows with their number: 0, tokens are free, to 1, they are all it costs."""
         spread = self._weight * self._tokens_squared - self._tokens**2
@@ -108,16 +116,36 @@ class Speculator:
 
     def propose(self, sequences: list[Sequence]) -> None:
         """Set `draft_ids` of sequences that decode in the next step and may be speculated on."""
-        share = max(self.cost.share_of_tokens(len(sequences)), 1e-3)
+        for sequence, count in self.counts(sequences):
+            state = self._states[sequence.request.request_id]
+            sequence.draft_ids = state.index.draft(sequence.token_ids, count) if count > 0 else []
+            if not sequence.draft_ids and count > 0:
+                self._recover(state)
+
+    def fill(self, plan: StepPlan, states: Mapping[str, SamplerState]) -> None:
+        """Change guesses once the step is planned; these stay as they are."""
+
+    def cost_of_guess(self) -> float:
+        """What making a guess for each sequence takes, as a part of a step."""
+        return 0.0
+
+    def counts(self, sequences: list[Sequence]) -> Iterator[tuple[Sequence, int]]:
+        """How many guesses pay, of each sequence that may be speculated on."""
+        share = max(self.cost.share_of_tokens(len(sequences)) + self.cost_of_guess(), 1e-3)
         for sequence in sequences:
             sampling = sequence.request.sampling
             if not sampling.speculation or sampling.guide:  # a guide would have to go ahead with the guesses, and back
                 continue
             state = self._states.setdefault(sequence.request.request_id, _State(self._typical))
-            count = min(self._max_draft, int(math.log(share) / math.log(state.acceptance)))
-            sequence.draft_ids = state.index.draft(sequence.token_ids, count) if count > 0 else []
-            if not sequence.draft_ids and state.acceptance < FIRST_GUESS:
-                state.acceptance += RECOVERY
+            count = int(math.log(share) / math.log(state.acceptance)) if share < 1 else 0
+            if count == 0:
+                self._recover(state)
+            yield sequence, min(self._max_draft, count)
+
+    @staticmethod
+    def _recover(state: _State) -> None:
+        if state.acceptance < FIRST_GUESS:
+            state.acceptance += RECOVERY
 
     def learn(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
         """What came of a draft: every token up to the first wrong one was checked."""

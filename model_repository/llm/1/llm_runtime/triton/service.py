@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import logging
 import time
@@ -12,10 +11,19 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from llm_runtime.config import Parameters, check_prefixes, longest_context, read_parameters, resolve_engine_dir
+from llm_runtime.config import (
+    Parameters,
+    check_draft,
+    check_prefixes,
+    longest_context,
+    read_parameters,
+    resolve_engine_dir,
+    size_pool,
+)
 from llm_runtime.engine import Engine, EngineConfig
 from llm_runtime.errors import ConfigError, RequestError
 from llm_runtime.executors import open_executor
+from llm_runtime.executors.base import Executor
 from llm_runtime.guide import Guides
 from llm_runtime.manifest import EngineManifest, check_files, read_manifest
 from llm_runtime.queue_policy import num_warmup_requests, read_queue_policy
@@ -37,12 +45,12 @@ class Service:
     def __init__(self, model_config: Mapping[str, Any], model_folder: Path, version: str) -> None:
         self._parameters = read_parameters(model_config["parameters"])
         self._queue_policy = read_queue_policy(model_config)
-        folder = resolve_engine_dir(self._parameters, model_folder)
-        manifest = read_manifest(folder)
+        folder = self._folder = resolve_engine_dir(self._parameters.engine_dir, model_folder)
+        manifest = self._manifest = read_manifest(folder)
         check_files(folder, manifest)
         self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        self._open_executor = functools.partial(open_executor, folder, manifest, self._parameters)
-        executor = self._open_executor()
+        self._draft = self._read_draft(model_folder)
+        executor, draft = self._open_executors()
         self._prefixes = [
             (encode_prompt(self._tokenizer, prefix.text, manifest.model.bos_token_id), prefix.cache_salt)
             for prefix in self._parameters.pinned_prefixes
@@ -52,7 +60,8 @@ class Service:
         max_context = longest_context(self._parameters, manifest, executor.num_pages, num_pinned)
         guides = Guides(folder / "tokenizer.json", manifest.model.vocab_size, manifest.model.eos_token_ids)
         self._parser = RequestParser(self._tokenizer, _limits(self._parameters, manifest, max_context), guides)
-        self._engine = Engine(executor, self._tokenizer, _engine_config(self._parameters, manifest, max_context))
+        engine_config = _engine_config(self._parameters, manifest, max_context)
+        self._engine = Engine(executor, self._tokenizer, engine_config, draft=draft)
         self._pin_prefixes()
         self._metrics = EngineMetrics(model_config["name"], version, self._engine.stats)
         # Triton calls the model ready, and lets others in, only when these have ended.
@@ -103,7 +112,7 @@ class Service:
         self._worker.stop()
         self._sender.stop()
         self._metrics.stop()
-        self._engine.executor.close()
+        self._engine.close()
 
     def _count_arrivals(self, num_requests: int) -> None:
         if self._num_warming_up > 0:
@@ -144,10 +153,35 @@ class Service:
     def _make_executor_again(self) -> None:
         """A device that failed is not to be trusted with the state it had. This Triton never restarts a model's process by
         itself, so the process stays, and only what failed is made anew."""
-        self._engine.executor.close()
+        self._engine.close()
         # The books are kept for as many pages as there were.
-        self._engine.executor = self._open_executor(num_pages=self._engine.executor.num_pages)
+        self._engine.replace_executors(*self._open_executors(self._engine.executor.num_pages))
         self._pin_prefixes()
+
+    def _read_draft(self, model_folder: Path) -> tuple[Path, EngineManifest] | None:
+        """The engine that guesses, checked to fit."""
+        if self._parameters.speculation != "draft":
+            return None
+        if not self._parameters.draft_engine_dir:
+            raise ConfigError("config.pbtxt: speculation draft needs draft_engine_dir")
+        folder = resolve_engine_dir(self._parameters.draft_engine_dir, model_folder)
+        manifest = read_manifest(folder)
+        check_files(folder, manifest)
+        check_draft(self._manifest, manifest)
+        if Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab() != self._tokenizer.get_vocab():
+            raise ConfigError(
+                f"config.pbtxt: draft_engine_dir: {manifest.name} has another tokenizer than {self._manifest.name}"
+            )
+        return folder, manifest
+
+    def _open_executors(self, num_pages: int | None = None) -> tuple[Executor, Executor | None]:
+        """The engine's, and that of the engine that guesses for it."""
+        if self._draft is None:
+            return open_executor(self._folder, self._manifest, self._parameters, num_pages), None
+        folder, manifest = self._draft
+        num_pages = num_pages or size_pool(self._parameters, self._manifest, draft=manifest)
+        executor = open_executor(self._folder, self._manifest, self._parameters, num_pages)
+        return executor, open_executor(folder, manifest, self._parameters, num_pages)
 
     def _pin_prefixes(self) -> None:
         try:
