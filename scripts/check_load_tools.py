@@ -34,6 +34,7 @@ console = Console(highlight=False)
 # What perf_analyzer of before glibc 2.38 needs beside the system's libraries, as nvidia-pytriton's wheel names them.
 OLD_LIBRARIES = {"libb64.so.0d": "libb64-*.so.0d", "libcudart.so.12": "libcudart-*.so.12*"}
 SHOWN_LINES = 15
+COUNT_SECONDS = 3.0  # Triton counts a request a moment after it was answered
 
 
 class ToolError(Exception):
@@ -171,7 +172,9 @@ def check(tool: Tool, server: TritonServer, environments: Environments, output: 
         reported = tool.report(output, printed)
     except (LookupError, OSError, ValueError) as error:
         raise ToolError(f"its figures are missing or bad: {type(error).__name__}: {error}\n{last_lines(printed)}") from None
-    served = served_requests(server) - before
+    deadline = time.monotonic() + COUNT_SECONDS
+    while (served := served_requests(server) - before) < tool.served and time.monotonic() < deadline:
+        time.sleep(0.1)
     if served < tool.served:
         raise ToolError(f"the server answered {served} requests; expected: {tool.served} at least\n{last_lines(printed)}")
     return version, reported
