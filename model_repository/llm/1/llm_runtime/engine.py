@@ -211,7 +211,7 @@ class Engine:
         for state in states:
             if state.guide:
                 state.guide.prepare()  # beside the step
-        began_at = self._clock()
+        began_at = self._clock() if self._speculator else 0.0
         try:
             choices = iter(self.executor.sample([_executor_row(row) for row in rows], states, token_ids))
         except EngineError:
