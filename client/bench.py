@@ -21,7 +21,7 @@ from client.slo import METRICS, Slo, statistic
 from client.stream import run
 from client.timing import Timing
 from client.transport import Transport
-from client.wire import GenerateRequest
+from client.wire import COUNTS, GenerateRequest
 from client.workload import Planned, Workload
 
 SAMPLE_SECONDS = 0.5
@@ -257,7 +257,7 @@ class Bench:
             record.error = error
         else:
             record.timing, record.finish_reason = generation.timing, generation.finish_reason
-            for name in ("num_input_tokens", "num_cached_tokens", "num_draft_tokens", "num_accepted_tokens"):
+            for name in COUNTS:
                 setattr(record, name, getattr(generation, name) or 0)
         finally:
             self.num_running -= 1

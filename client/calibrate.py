@@ -24,6 +24,7 @@ from client.workload import Workload
 LOOK_SECONDS = 1.0
 MIN_RECORDS = 30  # before a measurement is judged
 HOPELESS = 2.0  # times a limit
+NOTHING = 1e6  # times a limit, where nothing of what is limited was measured
 
 
 @dataclass
@@ -88,16 +89,19 @@ class Calibration:
 
 def is_hopeless(measurement: Measurement, slo: Slo) -> bool:
     """Whether what ended so far is so far off that the rest need not be waited for."""
-    found = [(limit.value(measurement.latencies[limit.metric]), limit.seconds) for limit in slo.limits]
-    worst = max((value / allowed for value, allowed in found if value is not None), default=0.0)
+    worst = max((ratio for ratio in _ratios(measurement, slo) if ratio is not None), default=0.0)
     return len(measurement.records) >= MIN_RECORDS and worst > HOPELESS
 
 
 def slo_ratio(measurement: Measurement, slo: Slo) -> float:
     """The worst of measured / allowed over the limits. A request that brought nothing was not within any limit, so one is
     enough to be over 1."""
-    nothing = 1e6  # measured of what is limited
-    values = [(limit.value(measurement.latencies[limit.metric]), limit.seconds) for limit in slo.limits]
-    worst = max(nothing if value is None else value / allowed for value, allowed in values)
+    worst = max(NOTHING if ratio is None else ratio for ratio in _ratios(measurement, slo))
     failed = 1 - len(measurement.done) / len(measurement.records)
     return max(worst, 1 + 10 * failed) if failed else worst
+
+
+def _ratios(measurement: Measurement, slo: Slo) -> list[float | None]:
+    """Measured / allowed of each limit; None where nothing was measured."""
+    values = [limit.value(measurement.latencies[limit.metric]) for limit in slo.limits]
+    return [None if value is None else value / limit.seconds for value, limit in zip(values, slo.limits, strict=True)]

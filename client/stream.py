@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from client.errors import ServerError
 from client.timing import Timing
 from client.transport import Transport
-from client.wire import Chunk, GenerateRequest
+from client.wire import COUNTS, Chunk, GenerateRequest
 
 
 @dataclass
@@ -53,6 +53,6 @@ async def run(
     last = generation.chunks[-1]
     generation.text = "".join(chunk.text for chunk in generation.chunks)
     generation.finish_reason = last.finish_reason
-    for name in ("num_input_tokens", "num_cached_tokens", "num_draft_tokens", "num_accepted_tokens"):
+    for name in COUNTS:
         setattr(generation, name, getattr(last, name))
     return generation

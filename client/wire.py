@@ -51,6 +51,10 @@ class GenerateRequest:
         return self.timeout_ms * 1000
 
 
+# Outputs of a last response that are counts of the whole request, as Chunk and those who keep them call them.
+COUNTS = ("num_input_tokens", "num_cached_tokens", "num_draft_tokens", "num_accepted_tokens")
+
+
 @dataclass(frozen=True)
 class Chunk:
     """What one response brought. Counts of the prompt come with the last chunk, which has a `finish_reason`."""
@@ -126,8 +130,5 @@ def _chunk(outputs: Mapping[str, list[Any]]) -> Chunk:
         text=first("text_output") or "",
         num_tokens=first("num_output_tokens") or 0,
         finish_reason=first("finish_reason") or "",
-        num_input_tokens=first("num_input_tokens"),
-        num_cached_tokens=first("num_cached_tokens"),
-        num_draft_tokens=first("num_draft_tokens"),
-        num_accepted_tokens=first("num_accepted_tokens"),
+        **{name: first(name) for name in COUNTS},
     )

@@ -48,6 +48,11 @@ class Installation:
     backends: Path | None
     environment: dict[str, str]
 
+    @property
+    def command(self) -> list[str]:
+        """The program, and where its backends are."""
+        return [str(self.program), *([f"--backend-directory={self.backends}"] if self.backends else [])]
+
 
 def find_installation() -> Installation:
     """Raises ServerError that names what is missing and the command that installs it."""
@@ -193,7 +198,7 @@ class TritonServer:
             self.log.replace(self.log.with_name(f"{self.log.name}.previous"))
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
-                [str(installation.program), *self._arguments(installation)],
+                [*installation.command, *self._arguments()],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -269,10 +274,8 @@ class TritonServer:
             self._process = None
             self._wait_for_ports()
 
-    def _arguments(self, installation: Installation) -> Iterator[str]:
+    def _arguments(self) -> Iterator[str]:
         yield f"--model-repository={self.repository}"
-        if installation.backends:
-            yield f"--backend-directory={installation.backends}"
         for name, port in [("http", self.http_port), ("grpc", self.grpc_port), ("metrics", self.metrics_port)]:
             yield f"--{name}-address={self.host}"
             yield f"--{name}-port={port}"
@@ -343,8 +346,7 @@ def main() -> None:
         installation = find_installation()
     except ServerError as error:
         sys.exit(f"error: {error}")
-    backends = [f"--backend-directory={installation.backends}"] if installation.backends else []
-    command = [str(installation.program), *backends, *sys.argv[1:]]
+    command = [*installation.command, *sys.argv[1:]]
     os.execve(command[0], command, os.environ | installation.environment)
 
 

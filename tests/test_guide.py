@@ -44,13 +44,6 @@ def server(engine, tmp_path_factory):
         yield server
 
 
-@pytest.fixture
-def client(server):
-    client = Client(server.grpc_address)
-    yield client
-    client.close()
-
-
 def guided(client: Client, kind: str, guide: str = "", **fields):
     options = {"max_tokens": 200, "temperature": 1.0, "seed": 1} | fields
     return client.generate(PROMPT, guided_decoding_guide_type=kind, guided_decoding_guide=guide, **options)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.servers import ROOT, make_repository, metrics, running
+from tests.servers import ROOT, metrics
 
 sys.path.insert(0, str(ROOT / "scripts"))
 
@@ -20,14 +20,6 @@ from load_tool_table import TOOLS, Tool
 DOCUMENT = " ".join((ROOT / "docs" / "load-tools.md").read_text().replace("\\\n", " ").split())
 HERE = [tool for tool in TOOLS if not tool.requirement.startswith(("litellm", "llama", "locust", "genai", "aiperf", "triton-"))]
 HERE = [tool for tool in HERE if not tool.needs_perf_analyzer]
-
-
-@pytest.fixture(scope="module")
-def server(shelf, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("server")
-    repository = make_repository(folder / "repository", kv_cache_memory_mb="8", num_threads="1")
-    with running(repository, shelf.engine("llama"), folder / "triton.log") as server:
-        yield server
 
 
 @pytest.fixture

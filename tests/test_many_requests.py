@@ -7,19 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import tritonclient.grpc as grpcclient
 
-from tests.servers import Client, assert_idle, make_repository, metrics, reconfigure, running, wait_until
+from tests.servers import Client, assert_idle, make_repository, metrics, reconfigure, wait_until
 from triton_server import TritonServer
 
 NUM_STREAMS, ROUNDS, EACH = 4, 20, 20
 NUM_WAITING = 100
-
-
-@pytest.fixture(scope="module")
-def server(shelf, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("server")
-    repository = make_repository(folder / "repository", kv_cache_memory_mb="8", num_threads="1")
-    with running(repository, shelf.engine("llama"), folder / "triton.log") as server:
-        yield server
 
 
 def ask(client: Client, prompt: str, *outputs: str, **fields: object) -> str:

@@ -10,7 +10,7 @@ import pytest
 
 from llm_runtime.types import FinishReason
 from tests.fake_executor import VOCAB, FakeExecutor, expected_output
-from tests.servers import Client, assert_idle, counted, make_repository, post, request_inputs, running, settled_metrics
+from tests.servers import Client, assert_idle, counted, post, request_inputs, settled_metrics
 from tests.test_engine import make_engine, make_request, prompts, run
 
 PROMPT = "one two three four five six seven eight nine ten eleven twelve"
@@ -108,21 +108,6 @@ def test_random_groups_in_a_small_pool_keep_the_laws(seed):
     for name, tokens in wanted.items():
         found = results.get(name, [])
         assert found == tokens or (name in cancelled and found == tokens[: len(found)])
-
-
-@pytest.fixture(scope="module")
-def server(shelf, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("server")
-    repository = make_repository(folder / "repository", kv_cache_memory_mb="8", num_threads="1")
-    with running(repository, shelf.engine("llama"), folder / "triton.log") as server:
-        yield server
-
-
-@pytest.fixture
-def client(server):
-    client = Client(server.grpc_address)
-    yield client
-    client.close()
 
 
 SAMPLING = {"max_tokens": 7, "temperature": 1.0, "ignore_eos": True}

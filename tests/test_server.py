@@ -55,13 +55,6 @@ def server(engine, tmp_path_factory):
         yield server
 
 
-@pytest.fixture
-def client(server):
-    client = Client(server.grpc_address)
-    yield client
-    client.close()
-
-
 @pytest.fixture(scope="module")
 def tokenizer(engine):
     return Tokenizer.from_file(str(engine / "tokenizer.json"))

@@ -31,9 +31,9 @@ ERROR_CODES = {
     grpc.StatusCode.CANCELLED: "CANCELLED",
     grpc.StatusCode.NOT_FOUND: "NOT_FOUND",
 }
-# Triton keeps these names of request parameters to itself; a client of /generate can send them all the same.
 # The server is on this machine: a proxy of the environment is not on the way. Answers have any size.
 CHANNEL = [("grpc.enable_http_proxy", 0), ("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
+# Triton keeps these names of request parameters to itself; a client of /generate can send them all the same.
 RESERVED = {"sequence_id", "sequence_start", "sequence_end", "priority", "timeout", "headers", "binary_data_output"}
 
 

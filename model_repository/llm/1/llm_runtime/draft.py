@@ -49,9 +49,7 @@ class DraftSpeculator(Speculator):
             self._draw(plan.decode, guesses, open_rows, states)
             round_number += 1
         for index, drawn in guesses.items():
-            sequence = plan.decode[index].sequence
             plan.decode[index] = replace(plan.decode[index], draft_ids=tuple(drawn))
-            self._computed[sequence.request.request_id] = len(sequence.token_ids) + len(drawn) - 1
 
     def learn(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
         super().learn(sequence, num_drafted, num_accepted)

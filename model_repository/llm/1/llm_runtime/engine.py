@@ -170,18 +170,17 @@ class Engine:
         if self._speculator:
             self._speculator.propose([sequence for sequence in self.scheduler.running if sequence.num_uncomputed == 1])
         plan = self.scheduler.schedule()
-        if plan.rows and self._speculator:
-            self._fill_guesses(plan)
         if plan.rows:
+            if self._speculator:
+                self._fill_guesses(plan, self._speculator)
             self._run(plan, now)
         self._update_gauges()
         return self._take_outputs()
 
-    def _fill_guesses(self, plan: StepPlan) -> None:
-        assert self._speculator is not None
+    def _fill_guesses(self, plan: StepPlan, speculator: Speculator) -> None:
         names = [row.sequence.request.request_id for row in plan.decode if row.draft_ids]
         try:
-            self._speculator.fill(plan, {name: self._live[name].sampler for name in names})
+            speculator.fill(plan, {name: self._live[name].sampler for name in names})
         except EngineError:
             raise
         except Exception as error:

@@ -80,15 +80,17 @@ def _text(raw: Any) -> str:
     return raw
 
 
+def _all_words(raw: Any) -> tuple[str, ...]:
+    """With empty ones, which have their place where each word has a weight."""
+    raw = [raw] if isinstance(raw, str) else raw
+    if not isinstance(raw, list | tuple) or len(raw) > MAX_WORDS or any(len(_text(word)) > MAX_WORD_LENGTH for word in raw):
+        raise ValueError
+    return tuple(raw)
+
+
 def _words(raw: Any) -> tuple[str, ...]:
     """An empty element means none, as in lists that clients pad."""
-    raw = [raw] if isinstance(raw, str) else raw
-    if not isinstance(raw, list | tuple) or len(raw) > MAX_WORDS:
-        raise ValueError
-    words = tuple(word for word in map(_text, raw) if word)
-    if any(len(word) > MAX_WORD_LENGTH for word in words):
-        raise ValueError
-    return words
+    return tuple(word for word in _all_words(raw) if word)
 
 
 def _neutral(*values: Any) -> Field:
@@ -120,14 +122,6 @@ def _guided_decoding(raw: Any) -> tuple[str, str]:
         raise ValueError
     value = raw[name]
     return VLLM_GUIDES[name], _guide_text(value if isinstance(value, str) else json.dumps(value))
-
-
-def _all_words(raw: Any) -> tuple[str, ...]:
-    """With empty ones: each has a weight."""
-    raw = [raw] if isinstance(raw, str) else raw
-    if not isinstance(raw, list | tuple) or len(raw) > MAX_WORDS or any(len(_text(word)) > MAX_WORD_LENGTH for word in raw):
-        raise ValueError
-    return tuple(raw)
 
 
 def _bias_weights(raw: Any) -> tuple[float, ...]:
@@ -233,7 +227,7 @@ def _check(name: str, value: Any) -> Any:
     try:
         return FIELDS[name].parse(value)
     except (ValueError, TypeError, OverflowError):
-        raise RequestError(f"{name}: got {_shown(value)}; allowed: {FIELDS[name].allowed}") from None
+        raise RequestError(f"{name}: got {shown(value)}; allowed: {FIELDS[name].allowed}") from None
 
 
 def _known_parameters(parameters: Mapping[str, Any]) -> dict[str, Any]:
@@ -265,7 +259,7 @@ def _parse_json(text: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise RequestError(f"sampling_parameters: not JSON: {error}") from None
     if not isinstance(parsed, dict):
-        raise RequestError(f"sampling_parameters: got {_shown(parsed)}; allowed: a JSON object")
+        raise RequestError(f"sampling_parameters: got {shown(parsed)}; allowed: a JSON object")
     return parsed
 
 
@@ -274,6 +268,7 @@ def _hint(name: str) -> str:
     return f"; did you mean {near[0]!r}?" if near else "; docs/requests.md lists what is known"
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """As messages quote what was given."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -21,6 +21,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 from numpy.typing import NDArray
 
 from llm_runtime.errors import RequestError
+from llm_runtime.fields import shown
 
 NUM_COMPILED = 64  # guides kept compiled: clients send the same few again and again
 # Masks are short work; a second thread is for a guide that takes long.
@@ -119,8 +120,7 @@ def _grammar(kind: str, text: str) -> str:
 
 
 def _refused(kind: str, text: str, why: str) -> RequestError:
-    shown = text if len(text) <= 60 else f"{text[:57]}..."
-    return RequestError(f"guided_decoding_guide: got {shown!r}; allowed: what {kind} takes: {_first_line(why)}")
+    return RequestError(f"guided_decoding_guide: got {shown(text)}; allowed: what {kind} takes: {_first_line(why)}")
 
 
 def _first_line(text: str) -> str:

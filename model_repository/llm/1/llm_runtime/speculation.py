@@ -65,14 +65,11 @@ class StepCost:
     _product: float = 0.0
 
     def observe(self, num_tokens: int, seconds: float) -> None:
-        for name, value in (
-            ("_weight", 1.0),
-            ("_tokens", num_tokens),
-            ("_seconds", seconds),
-            ("_tokens_squared", num_tokens**2),
-            ("_product", num_tokens * seconds),
-        ):
-            setattr(self, name, COST_MEMORY * getattr(self, name) + value)
+        self._weight = COST_MEMORY * self._weight + 1
+        self._tokens = COST_MEMORY * self._tokens + num_tokens
+        self._seconds = COST_MEMORY * self._seconds + seconds
+        self._tokens_squared = COST_MEMORY * self._tokens_squared + num_tokens**2
+        self._product = COST_MEMORY * self._product + num_tokens * seconds
 
     @property
     def mean_seconds(self) -> float:
