@@ -137,6 +137,35 @@ def test_vllms_logprobs_are_json_with_alternatives(client):
     assert reply.last.outputs["cumulative_logprob"][0] == pytest.approx(chosen, abs=1e-4)
 
 
+@pytest.mark.parametrize("fields", [{"stream": True}, {"stream": False}, {"stream": False, "num_return_sequences": 2}], ids=str)
+def test_log_probabilities_of_the_prompt_equal_the_executors(client, engine, tokenizer, fields):
+    prompt = f"{PROMPT} jumps over the lazy dog. " * 12
+    ids = tokenizer.encode(prompt).ids
+    assert len(ids) > 128  # so that it takes several steps
+    asked = {"sampling_parameters": json.dumps({"prompt_logprobs": 2})}
+    client.generate(prompt, max_tokens=1)  # and is in the prefix cache
+    reply = client.generate(prompt, max_tokens=4, ignore_eos=True, **asked, **fields)
+    found = [response.outputs["prompt_logprobs"] for response in reply.responses if "prompt_logprobs" in response.outputs]
+    assert len(found) == 1
+    first, *entries = json.loads(found[0].item())
+    assert first is None
+    whole = run_in_chunks(load_executor(engine, num_threads=1), ids, [len(ids)], list(range(64)))
+    expected = [whole[i, token] for i, token in enumerate(ids[1:])]
+    got = [entry[str(token)] for entry, token in zip(entries, ids[1:], strict=True)]
+    np.testing.assert_allclose(got, expected, atol=1e-3)
+    np.testing.assert_allclose([max(entry.values()) for entry in entries], whole[:-1].max(axis=1), atol=1e-3)
+    assert all(2 <= len(entry) <= 3 for entry in entries)
+
+
+def test_the_prompts_of_vllms_clients_have_log_probabilities_too(server):
+    body = {"text_input": PROMPT, "parameters": {}, "sampling_parameters": json.dumps({"prompt_logprobs": 0, "max_tokens": 1})}
+    answers = [json.loads(post(server, f"{model}/generate", body)[1]) for model in ("llm", "llm_vllm")]
+    ours, theirs = (json.loads(answer["prompt_logprobs"]) for answer in answers)
+    assert all(len(entry) == 1 for entry in ours[1:])
+    for a, b in zip(ours[1:], theirs[1:], strict=True):
+        assert b == pytest.approx(a, abs=1e-4)
+
+
 def test_many_streams_each_end_within_their_watchdog(server):
     clients = [Client(server.grpc_address) for _ in range(8)]
     expected = clients[0].generate(PROMPT, max_tokens=8, ignore_eos=True).token_ids

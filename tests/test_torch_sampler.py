@@ -82,6 +82,9 @@ def random_case(seed: int) -> Case:
             state.append(token)
         states.append(state)
         token_ids.append(prompt + output)
+    if rng.random() < 0.3:  # log-probabilities of a prompt's tokens, beside the others
+        for row in range(rng.randint(1, num_rows)):
+            states[row] = SamplerState.of_known(rng.randrange(vocab), rng.choice([0, 3]))
     return logits, states, token_ids
 
 

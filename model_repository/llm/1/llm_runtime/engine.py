@@ -19,7 +19,7 @@ from llm_runtime.sampler import Choice, SamplerState
 from llm_runtime.scheduler import ScheduledRow, Scheduler, StepPlan
 from llm_runtime.sequence import Sequence
 from llm_runtime.speculation import Speculator
-from llm_runtime.types import FinishReason, GenerationRequest, SamplingParams, SequenceOutput
+from llm_runtime.types import FinishReason, GenerationRequest, SamplingParams, SequenceOutput, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,7 @@ class LiveSequence:
         self.detokenizer = Detokenizer(tokenizer, request.prompt_ids)
         self.stops = StopMatcher(request.sampling.stop_strings)
         self.last_token_at: float | None = None
+        self.prompt_logprobs: list[TokenLogprob] = []
         self.num_draft_tokens = 0
         self.num_accepted_tokens = 0
 
@@ -201,18 +202,24 @@ class Engine:
 
     def _run(self, plan: StepPlan, started_at: float) -> None:
         rows = plan.rows
-        choosing = [(row, self._live[row.sequence.request.request_id]) for row in rows if row.is_last_chunk]
+        lives = [self._live[row.sequence.request.request_id] for row in rows]
+        known_ids = [_known_ids(row) for row in rows]
         states: list[SamplerState] = []
         token_ids: list[list[int]] = []
-        for row, live in choosing:
-            states += live.sampler.ahead(row.draft_ids)
-            token_ids += _contexts(row)
+        for row, live, known in zip(rows, lives, known_ids, strict=True):
+            num_top = row.sequence.request.sampling.num_prompt_logprobs or 0
+            states += [SamplerState.of_known(token_id, num_top) for token_id in known]
+            token_ids += [[] for _ in known]
+            if row.is_last_chunk:
+                states += live.sampler.ahead(row.draft_ids)
+                token_ids += _contexts(row)
+        executor_rows = [_executor_row(row, len(known)) for row, known in zip(rows, known_ids, strict=True)]
         for state in states:
             if state.guide:
                 state.guide.prepare()  # beside the step
         began_at = self._clock() if self._speculator else 0.0
         try:
-            choices = iter(self.executor.sample([_executor_row(row) for row in rows], states, token_ids))
+            choices = iter(self.executor.sample(executor_rows, states, token_ids))
         except EngineError:
             raise
         except Exception as error:
@@ -223,11 +230,27 @@ class Engine:
             self._speculator.cost.observe(plan.num_decode_tokens, ended_at - began_at)
         for row in rows:
             self.scheduler.apply(row)
-        for row, live in choosing:
-            confirmed = _confirmed(row.draft_ids, [next(choices) for _ in range(1 + len(row.draft_ids))])
+        for row, live, known, executor_row in zip(rows, lives, known_ids, executor_rows, strict=True):
+            of_prompt = [next(choices) for _ in known]
+            chosen = [next(choices) for _ in range(executor_row.num_logits - len(known))]
+            if not self._keep_prompt_logprobs(live, of_prompt) or not chosen:
+                continue
+            confirmed = _confirmed(row.draft_ids, chosen)
             if row.draft_ids:
                 self._count_draft(live, len(row.draft_ids), len(confirmed) - 1)
             self._accept_all(live, confirmed, ended_at)
+
+    def _keep_prompt_logprobs(self, live: LiveSequence, choices: list[Choice]) -> bool:
+        """False where one could not be computed: the sequence has ended."""
+        for choice in choices:
+            if choice.error:
+                self.scheduler.finish(live.sequence, FinishReason.ERROR)
+                self._outputs.append(self._final_output(live, error=choice.error))
+                return False
+            assert choice.logprob is not None
+            live.prompt_logprobs.append(choice.logprob)
+        live.sequence.num_prompt_known += len(choices)
+        return True
 
     def _accept_all(self, live: LiveSequence, choices: list[Choice], now: float) -> None:
         """Tokens of one step, in order, until one ends the sequence."""
@@ -255,6 +278,8 @@ class Engine:
         output = self._output(live)
         output.token_ids = [choice.token_id]
         output.logprobs = [choice.logprob] if choice.logprob else []
+        if sequence.num_output == 1 and sequence.request.sampling.num_prompt_logprobs is not None:
+            output.prompt_logprobs = live.prompt_logprobs
         reason, output.text = self._advance_text(live, choice.token_id)
         if reason is not None:
             self.scheduler.finish(sequence, reason)
@@ -341,14 +366,23 @@ class Engine:
         stats.preemptions, stats.evicted_pages = self.scheduler.num_preemptions, blocks.num_evictions
 
 
-def _executor_row(row: ScheduledRow) -> Row:
+def _known_ids(row: ScheduledRow) -> list[int]:
+    """Tokens of the prompt whose log-probabilities come of this row: those after each of its last tokens but the newest."""
+    sequence = row.sequence
+    if not sequence.wants_prompt_logprobs:
+        return []
+    end = min(sequence.num_computed + row.num_tokens + 1, sequence.num_prompt)
+    return sequence.token_ids[max(sequence.num_computed, sequence.num_prompt_known) + 1 : end]
+
+
+def _executor_row(row: ScheduledRow, num_known: int) -> Row:
     sequence, start = row.sequence, row.sequence.num_computed
     token_ids = [*sequence.token_ids[start : start + row.num_tokens], *row.draft_ids]
     return Row(
         token_ids=np.array(token_ids, np.int64),  # type: ignore[arg-type]
         past_length=start,
         page_ids=sequence.page_ids,
-        num_logits=1 + len(row.draft_ids) if row.is_last_chunk else 0,
+        num_logits=num_known + (1 + len(row.draft_ids) if row.is_last_chunk else 0),
     )
 
 

@@ -185,6 +185,7 @@ FIELDS: dict[str, Field] = {
     "cache_salt": TEXT,
     "speculation": BOOLEAN,
     "logprobs": Field(lambda raw: 0 if raw is False else _integer(0, 20).parse(raw), "an integer from 0 to 20"),
+    "prompt_logprobs": _integer(0, 20),
     "use_beam_search": _neutral(False),
     "skip_special_tokens": _neutral(True),
     "spaces_between_special_tokens": _neutral(True, False),

@@ -36,6 +36,7 @@ class ReplyOptions:
     num_sequences: int = 1  # of this prompt
     log_probs: bool = False
     logprobs_json: bool = False
+    prompt_logprobs: bool = False
     cumulative_logprob: bool = False
     num_input_tokens: bool = False
     finish_reason: bool = False
@@ -106,7 +107,7 @@ class RequestParser:
             other = replace(
                 first,
                 request_id=make_id(),
-                sampling=replace(sampling, seed=seed),
+                sampling=replace(sampling, seed=seed, num_prompt_logprobs=None),  # the first has them for all
                 after=first.request_id,
                 queue_deadline=None,
             )
@@ -167,6 +168,7 @@ class RequestParser:
             bad_token_sequences=self._bad_sequences(fields.get("bad_words", ())),
             logit_bias=self._logit_bias(fields),
             num_top_logprobs=num_top,
+            num_prompt_logprobs=fields.get("prompt_logprobs"),
             guide=self._guide(fields),
             speculation=fields.get("speculation", True),
             wants_logprobs=num_top > 0
@@ -227,6 +229,7 @@ def _reply_options(fields: Mapping[str, Any], tensors: Mapping[str, Any], row: i
         num_sequences=num_sequences,
         log_probs=fields.get("return_log_probs", False),
         logprobs_json=fields.get("return_logprobs", False),
+        prompt_logprobs="prompt_logprobs" in fields,
         cumulative_logprob=fields.get("return_cumulative_logprob", False),
         num_input_tokens=fields.get("return_num_input_tokens", False),
         finish_reason=fields.get("return_finish_reason", False),

@@ -56,6 +56,14 @@ class SamplerState:
         self._seed = secrets.randbits(64) if params.seed is None else params.seed
         self._prompt_ids = np.unique(np.asarray(prompt_ids, np.int64)) if params.repetition_penalty != 1.0 else None
         self._counts: dict[int, int] = {}
+        self.known_id: int | None = None  # the token is not to be chosen: it is this one
+
+    @classmethod
+    def of_known(cls, token_id: int, num_top_logprobs: int) -> SamplerState:
+        """For a token of a prompt, of which only the log-probability is wanted."""
+        state = cls(SamplingParams(wants_logprobs=True, num_top_logprobs=num_top_logprobs, seed=0), (), ())
+        state.known_id = token_id
+        return state
 
     @property
     def is_plain_greedy(self) -> bool:
@@ -158,7 +166,12 @@ def _choose_row(row: Floats, state: SamplerState, token_ids: Sequence[int]) -> C
         state.adjust(adjusted, token_ids)
         if np.isneginf(adjusted.max()):
             return Choice(error=NOTHING_LEFT)
-    token_id = int(adjusted.argmax()) if state.params.temperature == 0 else sample(adjusted, state.params, state.uniform())
+    if state.known_id is not None:
+        token_id = state.known_id
+    elif state.params.temperature == 0:
+        token_id = int(adjusted.argmax())
+    else:
+        token_id = sample(adjusted, state.params, state.uniform())
     return Choice(token_id, _logprob(row, token_id, state.params.num_top_logprobs) if state.params.wants_logprobs else None)
 
 

@@ -19,6 +19,9 @@ from llm_runtime.block_manager import BlockManager
 from llm_runtime.sequence import Sequence, State
 from llm_runtime.types import FinishReason
 
+# Rows of logits in a step for the log-probabilities of prompts, and so tokens of such prompts: 64 MiB for 262,144 tokens.
+MAX_PROMPT_LOGITS = 64
+
 
 @dataclass(frozen=True, slots=True)
 class ScheduledRow:
@@ -38,6 +41,7 @@ class ScheduledRow:
 class StepPlan:
     decode: list[ScheduledRow] = field(default_factory=list)
     prefill: list[ScheduledRow] = field(default_factory=list)
+    prompt_logits_left: int = MAX_PROMPT_LOGITS
     started: list[Sequence] = field(default_factory=list)  # for the first time, so not those that were preempted
 
     @property
@@ -101,7 +105,7 @@ class Scheduler:
         chunk = self._prefill_chunk_tokens if plan.decode else self._max_step_tokens
         budget = min(chunk, self._max_step_tokens - plan.num_decode_tokens)
         for sequence in self.running:
-            if sequence.num_uncomputed > 1 and budget > 0:
+            if sequence.num_uncomputed > 1 and budget > 0 and _has_logits(plan, sequence):
                 budget -= self._plan_prefill(plan, sequence, budget)
         while budget > 0 and (started := self._start_next(plan)) is not None:
             budget -= self._plan_prefill(plan, started, budget)
@@ -184,6 +188,9 @@ class Scheduler:
 
     def _plan_prefill(self, plan: StepPlan, sequence: Sequence, budget: int) -> int:
         num_tokens = min(sequence.num_uncomputed, budget)
+        if sequence.wants_prompt_logprobs:
+            num_tokens = min(num_tokens, plan.prompt_logits_left)
+            plan.prompt_logits_left -= num_tokens
         plan.prefill.append(ScheduledRow(sequence, num_tokens))
         return num_tokens
 
@@ -194,10 +201,12 @@ class Scheduler:
         if not self._waiting or len(self.running) >= self._max_sequences:
             return None
         sequence = self._waiting[0]
-        if sequence.waits_for_leader:  # a step or two, and then its prompt is in the cache
+        if sequence.waits_for_leader or not _has_logits(plan, sequence):  # for a step or two
             return None
         sequence.leader = None
-        entries = self.blocks.match(sequence.token_ids, sequence.request.cache_salt)
+        # What the cache holds has no logits any more.
+        known_ids = [] if sequence.wants_prompt_logprobs else sequence.token_ids
+        entries = self.blocks.match(known_ids, sequence.request.cache_salt)
         self.blocks.acquire([entry.page_id for entry in entries])
         missing = self.blocks.pages_for(len(sequence.token_ids)) - len(entries)
         if missing > self.blocks.num_available:
@@ -242,3 +251,7 @@ class Scheduler:
         if request.deadline is not None and request.deadline <= now:
             return True
         return not sequence.has_started and request.queue_deadline is not None and request.queue_deadline <= now
+
+
+def _has_logits(plan: StepPlan, sequence: Sequence) -> bool:
+    return plan.prompt_logits_left > 0 or not sequence.wants_prompt_logprobs

@@ -34,6 +34,7 @@ class Sequence:
         self.num_cached: int | None = None  # prompt tokens found in the prefix cache when first started
         self.page_ids: list[int] = []
         self.entries: list[PrefixEntry] = []
+        self.num_prompt_known = 0  # prompt tokens whose log-probabilities are known, beyond the first, which has none
         self.draft_ids: list[int] = []  # guesses of the tokens after the newest, to be checked in the next step
 
     @property
@@ -44,6 +45,12 @@ class Sequence:
     def num_uncomputed(self) -> int:
         """At least 1 while it runs: the newest token is always still to be run."""
         return len(self.token_ids) - self.num_computed
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether some of those that were asked for are still to be computed."""
+        asked = self.request.sampling.num_prompt_logprobs is not None
+        return asked and self.num_prompt_known < self.num_prompt - 1
 
     @property
     def waits_for_leader(self) -> bool:

@@ -74,11 +74,13 @@ class _Special:
         self._asking = [i for i, state in enumerate(states) if state.params.wants_logprobs]
         self._num_top = max((states[i].params.num_top_logprobs for i in self._asking), default=0)
         self._num_top = min(self._num_top, self._vocab)
+        known = [(i, state.known_id) for i, state in enumerate(states) if state.known_id is not None]
         edits = [state.edits(tokens, self._vocab) for state, tokens in zip(states, token_ids, strict=True)]
         up = _Upload(
             rows=np.array(rows),
             drawn=np.array(self._drawn),
             asking=np.array(self._asking),
+            known=np.array(known).reshape(-1, 2),
             sampling=np.array(sampling).reshape(-1, 5),
             repeated=_pairs([e.repeated for e in edits], [np.full(len(e.repeated), e.repetition_penalty) for e in edits]),
             counted=_pairs([e.counted for e in edits], [e.losses for e in edits]),
@@ -87,6 +89,7 @@ class _Special:
         self._raw = logits if len(rows) == len(logits) else logits[up["rows"].long()]
         self._adjusted = _guided(_edited(self._raw, up["repeated"], up["counted"], up["banned"]), edits)
         self._asking_rows = up["asking"].long()
+        self._known = up["known"].long()
         scale, top_k, top_p, min_p, uniform = up["sampling"].split(1, dim=1)
         self._sampling = _Sampling(up["drawn"].long(), scale.float(), top_k, top_p, min_p.float(), uniform)
 
@@ -102,6 +105,7 @@ class _Special:
         if self._num_cut < len(self._drawn):
             whole = self._sampling.part(slice(self._num_cut, None))
             token = token.index_copy(0, whole.row, self._draw_whole(whole))
+        token = token.index_copy(0, self._known[:, 0], self._known[:, 1])
         self._token = token
         return torch.stack([token.double(), best.double(), unfinished.double()])
 

@@ -71,6 +71,7 @@ class SamplingParams:
     bad_token_sequences: tuple[tuple[int, ...], ...] = ()
     num_top_logprobs: int = 0  # alternatives to report beside the chosen token's own
     wants_logprobs: bool = False
+    num_prompt_logprobs: int | None = None  # alternatives to report beside each prompt token's own; None: report none at all
     guide: Guide | None = None
     speculation: bool = True  # where the engine offers it; changes no token
 
@@ -91,7 +92,7 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Natural-log probability of one generated token under the model's own distribution (before any
+    """Natural-log probability of one token, generated or of the prompt, under the model's own distribution (before any
     penalty, temperature or filter), with the `num_top_logprobs` likeliest alternatives, likeliest first."""
 
     token_id: int
@@ -111,6 +112,7 @@ class SequenceOutput:
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] | None = None  # of all prompt tokens but the first; with the first token, if asked for
     finish_reason: FinishReason | None = None
     error: str | None = None  # set with FinishReason.ERROR
     queue_timed_out: bool = False  # set with FinishReason.TIMEOUT when nothing of it ever ran

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from llm_runtime.errors import RequestError
 from llm_runtime.request import ReplyOptions
-from llm_runtime.types import FinishReason, SequenceOutput
+from llm_runtime.types import FinishReason, SequenceOutput, TokenLogprob
 
 LISTS = {"input_ids", "stop_words", "bad_words", "embedding_bias_words", "embedding_bias_weights"}
 
@@ -94,11 +94,15 @@ def _logprob_tensors(together: Sequence[tuple[SequenceOutput, float]], reply: Re
     if reply.cumulative_logprob:
         tensors["cumulative_logprob"] = cumulative
     if reply.logprobs_json:
-        tensors["logprobs"] = _strings(
-            json.dumps([{str(token): value for token, value in ((e.token_id, e.logprob), *e.top)} for e in output.logprobs])
-            for output, _ in together
-        )
+        tensors["logprobs"] = _strings(json.dumps(_by_token(output.logprobs)) for output, _ in together)
+    of_prompt = together[0][0].prompt_logprobs
+    if reply.prompt_logprobs and of_prompt is not None:
+        tensors["prompt_logprobs"] = _strings([json.dumps([None, *_by_token(of_prompt)])])  # nothing precedes the first token
     return tensors
+
+
+def _by_token(logprobs: Iterable[TokenLogprob]) -> list[dict[str, float]]:
+    return [{str(token): value for token, value in ((e.token_id, e.logprob), *e.top)} for e in logprobs]
 
 
 def _integers(outputs: Sequence[SequenceOutput], name: str) -> NDArray[np.int32]:

@@ -75,6 +75,7 @@ class Stream:
         output.token_ids = self.pending.token_ids + output.token_ids
         output.logprobs = self.pending.logprobs + output.logprobs
         output.text = self.pending.text + output.text
+        output.prompt_logprobs = self.pending.prompt_logprobs or output.prompt_logprobs
         self.pending = output
 
     def take_response(self) -> Any | None:
