@@ -10,7 +10,7 @@ import pytest
 
 from llm_runtime.errors import RequestError
 from llm_runtime.guide import Guides
-from tests.servers import Client, assert_idle, make_repository, post, running
+from tests.servers import Client, assert_idle, make_repository, post, request_inputs, running
 
 SCHEMA = {
     "type": "object",
@@ -87,6 +87,51 @@ def test_other_guides(client, kind, guide, wanted, temperature):
     reply = guided(client, kind, guide, temperature=temperature)
     assert re.fullmatch(wanted, reply.text), reply.text
     assert reply.last.finish_reason == "stop"
+
+
+GUIDES = {
+    "json_schema": json.dumps(SCHEMA),
+    "regex": r"(the same words, )+[0-9]{2}",
+    "choice": '["a long answer that has no choice after its first word", "another"]',
+    "ebnf_grammar": 'root ::= ("x" | "y") " = [" digit (", " digit)* "]"\ndigit ::= [0-9]',
+}
+
+
+@pytest.mark.parametrize("kind", GUIDES)
+def test_guesses_change_no_token_and_what_has_no_choice_is_guessed(client, kind):
+    requests, plain = [], []
+    for seed in range(6):
+        fields = {"seed": seed, "temperature": float(seed % 3), "max_tokens": 120}
+        plain.append(guided(client, kind, GUIDES[kind], speculation=False, **fields))
+        options = {"guided_decoding_guide_type": kind, "guided_decoding_guide": GUIDES[kind], **fields}
+        requests.append(client.send(request_inputs(PROMPT, **options)))
+    together = [client.receive(request) for request in requests]
+    alone = [guided(client, kind, GUIDES[kind], seed=seed, temperature=float(seed % 3), max_tokens=120) for seed in range(6)]
+    for guessed in (together, alone):
+        assert [reply.token_ids for reply in guessed] == [reply.token_ids for reply in plain]
+        assert [reply.last.finish_reason for reply in guessed] == [reply.last.finish_reason for reply in plain]
+    assert sum(int(reply.last.outputs["num_draft_tokens"].item()) for reply in alone) > 0
+    # The tiny model spells the names of properties in pieces of its own.
+    assert kind == "json_schema" or sum(int(reply.last.outputs["num_accepted_tokens"].item()) for reply in alone) > 0
+    assert all(int(reply.last.outputs["num_draft_tokens"].item()) == 0 for reply in plain)
+
+
+def test_a_fork_goes_ahead_and_leaves_the_state_where_it_was(guides):
+    state = guides.compile("choice", '["abcdefgh"]').start()
+    first = bits(state.allowed())
+    forced = state.forced()
+    assert forced
+    assert state.num_allowed(forced) == len(forced)
+    assert state.num_allowed([*forced, *forced]) == len(forced), "the end of the choice, and no more"
+    ahead = state.fork()
+    for token_id in forced:
+        ahead.accept(token_id)
+    assert ahead.is_complete
+    assert ahead.allowed().any()  # whatever a guess does there, it does not fail
+    ahead.accept(forced[0])
+    assert ahead.allowed().any()
+    assert not state.is_complete
+    assert bits(state.allowed()) == first
 
 
 def test_any_json_and_max_tokens_cut_it_short(client):

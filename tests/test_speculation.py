@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import math
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 
 import numpy as np
 import pytest
 
 from llm_runtime.engine import Engine, EngineConfig
 from llm_runtime.errors import EngineError
+from llm_runtime.sampler import SamplerState
 from llm_runtime.sequence import Sequence
 from llm_runtime.speculation import NgramIndex, Speculator, StepCost
 from llm_runtime.types import FinishReason, GenerationRequest, SamplingParams
 from tests.fake_executor import VOCAB, FakeExecutor, copying, expected_output
 from tests.test_engine import END, Collected, assert_idle, make_engine, make_request, prompts, run, word_tokenizer
+
+UNGUIDED = defaultdict(lambda: SamplerState(SamplingParams(), (), ()))
 
 
 class Guesser:
@@ -29,7 +32,7 @@ class Guesser:
     def fill(self, plan, states) -> None:
         pass
 
-    def propose(self, sequences) -> None:
+    def propose(self, sequences, samplers) -> None:
         for sequence in sequences:
             count = self.rng.randint(0, self.longest)
             draft = expected_output(sequence.token_ids, count, self.rule)
@@ -96,7 +99,7 @@ REPEATING = [3, 4, 5, 6] * 6
 
 def lengths_of_drafts(speculator: Speculator, batch: int = 1, seconds: float | None = None) -> list[int]:
     sequences = [decoding(f"{batch}-{index}", REPEATING) for index in range(batch)]
-    speculator.propose(sequences)
+    speculator.propose(sequences, UNGUIDED)
     return [len(sequence.draft_ids) for sequence in sequences]
 
 
@@ -105,14 +108,14 @@ def test_drafts_get_shorter_and_end_where_they_are_wrong_and_come_back_in_time()
     sequence = decoding("a", REPEATING)
     lengths = []
     for _ in range(200):
-        speculator.propose([sequence])
+        speculator.propose([sequence], UNGUIDED)
         lengths.append(len(sequence.draft_ids))
         if sequence.draft_ids:
             speculator.learn(sequence, len(sequence.draft_ids), 0)
     assert lengths[0] > lengths[2] > 0
     assert 0.02 < np.mean([length > 0 for length in lengths[20:]]) < 0.2, "tried again now and then"
     for _ in range(60):
-        speculator.propose([sequence])
+        speculator.propose([sequence], UNGUIDED)
         if sequence.draft_ids:
             speculator.learn(sequence, len(sequence.draft_ids), len(sequence.draft_ids))
     assert len(sequence.draft_ids) == 8
@@ -130,7 +133,7 @@ def test_what_was_learned_is_where_new_sequences_start():
     speculator = Speculator(max_draft=8)
     for index in range(100):
         sequence = decoding(str(index), REPEATING)
-        speculator.propose([sequence])
+        speculator.propose([sequence], UNGUIDED)
         if sequence.draft_ids:
             speculator.learn(sequence, len(sequence.draft_ids), 0)
         speculator.forget(str(index))
@@ -140,7 +143,7 @@ def test_what_was_learned_is_where_new_sequences_start():
 def test_a_request_may_decline():
     speculator = Speculator(max_draft=8)
     willing, unwilling = decoding("a", REPEATING), decoding("b", REPEATING, speculation=False)
-    speculator.propose([willing, unwilling])
+    speculator.propose([willing, unwilling], UNGUIDED)
     assert willing.draft_ids
     assert not unwilling.draft_ids
 
@@ -245,7 +248,7 @@ def test_sampled_tokens_have_the_models_distribution():
         assert observed[5] == pytest.approx(expected[5], abs=5 * math.sqrt(expected[5]))
 
 
-def _always_guess_5(sequences) -> None:
+def _always_guess_5(sequences, samplers) -> None:
     for sequence in sequences:
         sequence.draft_ids = [5, 5]
 
@@ -280,7 +283,7 @@ def test_no_guess_takes_a_page_or_a_token_from_another():
 
 def test_pages_of_wrong_guesses_go_before_anyone_is_preempted():
     engine = guessing(4, num_pages=8, max_sequences=2, max_context=30)
-    engine._speculator.propose = lambda sequences: [setattr(each, "draft_ids", [1] * 6) for each in sequences]
+    engine._speculator.propose = lambda sequences, samplers: [setattr(each, "draft_ids", [1] * 6) for each in sequences]
     engine._speculator.longest = 6
     for name, tokens in (("a", 9), ("b", 9)):
         engine.add(make_request(name, [3, 4, 5, 6, 7], max_tokens=tokens))
@@ -293,11 +296,11 @@ def test_a_step_without_a_match_does_not_forget_what_was_learned():
     speculator = Speculator(max_draft=8)
     sequence = decoding("a", REPEATING)
     for _ in range(20):
-        speculator.propose([sequence])
+        speculator.propose([sequence], UNGUIDED)
         speculator.learn(sequence, len(sequence.draft_ids), len(sequence.draft_ids))
     good = speculator._states["a"].acceptance
     sequence.token_ids += [91, 92, 93]
-    speculator.propose([sequence])
+    speculator.propose([sequence], UNGUIDED)
     assert not sequence.draft_ids
     assert speculator._states["a"].acceptance == good
 

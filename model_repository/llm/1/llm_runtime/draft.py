@@ -34,7 +34,7 @@ class DraftSpeculator(Speculator):
         self._computed: dict[str, int] = {}  # tokens of a live sequence that have keys and values here
         self._step_seconds: float | None = None  # of a step in which all have one token
 
-    def propose(self, sequences: list[Sequence]) -> None:
+    def propose(self, sequences: list[Sequence], samplers: Mapping[str, SamplerState]) -> None:
         """Ask for room for so many guesses, by as many tokens that stand for nothing: they are drawn once there are pages for
         them."""
         for sequence, count in self.counts(sequences):

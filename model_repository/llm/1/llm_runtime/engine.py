@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -169,7 +169,8 @@ class Engine:
         for sequence in self.scheduler.expire(now):
             self._outputs.append(self._final_output(self._live[sequence.request.request_id]))
         if self._speculator:
-            self._speculator.propose([sequence for sequence in self.scheduler.running if sequence.num_uncomputed == 1])
+            decoding = [sequence for sequence in self.scheduler.running if sequence.num_uncomputed == 1]
+            self._speculator.propose(decoding, self._samplers(decoding))
         plan = self.scheduler.schedule()
         if plan.rows:
             if self._speculator:
@@ -179,13 +180,16 @@ class Engine:
         return self._take_outputs()
 
     def _fill_guesses(self, plan: StepPlan, speculator: Speculator) -> None:
-        names = [row.sequence.request.request_id for row in plan.decode if row.draft_ids]
         try:
-            speculator.fill(plan, {name: self._live[name].sampler for name in names})
+            speculator.fill(plan, self._samplers(row.sequence for row in plan.decode if row.draft_ids))
         except EngineError:
             raise
         except Exception as error:
             raise EngineError(f"the draft engine failed: {error}") from error
+
+    def _samplers(self, sequences: Iterable[Sequence]) -> dict[str, SamplerState]:
+        names = [sequence.request.request_id for sequence in sequences]
+        return {name: self._live[name].sampler for name in names}
 
     def fail_all(self, message: str) -> list[SequenceOutput]:
         """End every live request with an error, and forget all cached prefixes: a device that failed may have lost them."""

@@ -73,8 +73,21 @@ class GuideState:
 
     def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
         self._matcher = matcher
+        self._vocab_size = vocab_size
         self._mask = llguidance.numpy.allocate_token_bitmask(1, vocab_size)
         self._job: Future[None] | None = None
+
+    def fork(self) -> GuideState:
+        """Another at the same place, to go ahead with guesses."""
+        return GuideState(self._matcher.deep_copy(), self._vocab_size)
+
+    def forced(self) -> list[int]:
+        """Tokens that spell all that may come next, where there is no choice: of a schema, the names of its properties."""
+        return self._matcher.compute_ff_tokens()
+
+    def num_allowed(self, token_ids: Sequence[int]) -> int:
+        """How many of these, from the first, may come next."""
+        return self._matcher.validate_tokens(list(token_ids))
 
     def prepare(self) -> None:
         """Begin to work out what may come next."""
@@ -82,7 +95,8 @@ class GuideState:
             self._job = _pool.submit(llguidance.numpy.fill_next_token_bitmask, self._matcher, self._mask, 0)
 
     def allowed(self) -> NDArray[np.int32]:
-        """A bit for each token, 32 in an integer, the lowest first; waits for what was begun."""
+        """A bit for each token, 32 in an integer, the lowest first; waits for what was begun. After the end, which only
+        guesses reach, and after a wrong guess it has the end-of-sequence tokens."""
         self.prepare()
         assert self._job is not None
         self._job.result()

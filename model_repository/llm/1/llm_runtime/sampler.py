@@ -91,6 +91,7 @@ class SamplerState:
             if not state.is_plain_greedy:  # or nothing of the state counts
                 state = copy.copy(state)
                 state._counts = dict(state._counts)
+                state.guide = state.guide.fork() if state.guide else None
                 state.append(token_id)
             states.append(state)
         return states

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from llm_runtime.sampler import SamplerState
 from llm_runtime.scheduler import StepPlan
 from llm_runtime.sequence import Sequence
+from llm_runtime.types import GuideState
 
 MAX_NGRAM, MIN_NGRAM = 4, 2
 FIRST_GUESS = 0.6  # the share of drafts accepted of a sequence of which nothing is known yet
@@ -111,11 +112,12 @@ class Speculator:
         self._typical = FIRST_GUESS  # what new sequences are taken for
         self.cost = StepCost()
 
-    def propose(self, sequences: list[Sequence]) -> None:
-        """Set `draft_ids` of sequences that decode in the next step and may be speculated on."""
+    def propose(self, sequences: list[Sequence], samplers: Mapping[str, SamplerState]) -> None:
+        """Set `draft_ids` of sequences that decode in the next step and may be speculated on. `samplers` by request."""
         for sequence, count in self.counts(sequences):
-            state = self._states[sequence.request.request_id]
-            sequence.draft_ids = state.index.draft(sequence.token_ids, count) if count > 0 else []
+            name = sequence.request.request_id
+            state, guide = self._states[name], samplers[name].guide
+            sequence.draft_ids = _draft(sequence, state.index, guide, count) if count > 0 else []
             if not sequence.draft_ids and count > 0:
                 self._recover(state)
 
@@ -130,8 +132,7 @@ class Speculator:
         """How many guesses pay, of each sequence that may be speculated on."""
         share = max(self.cost.share_of_tokens(len(sequences)) + self.cost_of_guess(), 1e-3)
         for sequence in sequences:
-            sampling = sequence.request.sampling
-            if not sampling.speculation or sampling.guide:  # a guide would have to go ahead with the guesses, and back
+            if not sequence.request.sampling.speculation:
                 continue
             state = self._states.setdefault(sequence.request.request_id, _State(self._typical))
             count = int(math.log(share) / math.log(state.acceptance)) if share < 1 else 0
@@ -155,3 +156,10 @@ class Speculator:
 
     def forget(self, request_id: str) -> None:
         self._states.pop(request_id, None)
+
+
+def _draft(sequence: Sequence, index: NgramIndex, guide: GuideState | None, count: int) -> list[int]:
+    """What a guide leaves no choice about, or else what the text itself suggests and the guide allows."""
+    forced = guide.forced()[:count] if guide else []
+    draft = forced or index.draft(sequence.token_ids, count)
+    return draft[: guide.num_allowed(draft)] if guide and not forced else draft

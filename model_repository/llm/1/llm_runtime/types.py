@@ -6,6 +6,7 @@ All times are seconds of one monotonic clock, read by the caller and passed in.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
@@ -26,6 +27,15 @@ class FinishReason(str, Enum):
 
 class GuideState(Protocol):
     """How far one sequence has got in its guide (guide.py)."""
+
+    def fork(self) -> GuideState:
+        """Another at the same place."""
+
+    def forced(self) -> list[int]:
+        """Tokens that spell all that may come next, where there is no choice."""
+
+    def num_allowed(self, token_ids: Sequence[int]) -> int:
+        """How many of these, from the first, may come next."""
 
     def prepare(self) -> None:
         """Begin to work out what may come next."""
