@@ -267,6 +267,20 @@ def test_an_end_token_among_the_guesses_ends_the_sequence_there():
     result = run(engine)["a"]
     assert result.token_ids == expected_output([2, 3, 4], 7, ends)
     assert result.reason is FinishReason.STOP
+    assert engine.stats.accepted_tokens == result.last.num_accepted_tokens
+
+
+def test_right_guesses_after_the_end_are_not_counted_as_right():
+    engine = guessing(0)
+    engine._speculator.propose = lambda sequences, samplers: [
+        setattr(each, "draft_ids", expected_output(each.token_ids, 6, copying)) for each in sequences
+    ]
+    stop = f"{expected_output([2, 3, 4], 4, copying)[-1]},"
+    engine.add(make_request("a", [2, 3, 4], max_tokens=40, stop_strings=(stop,)))
+    result = run(engine)["a"]
+    assert result.reason is FinishReason.STOP
+    assert len(result.token_ids) == 4
+    assert (result.last.num_draft_tokens, result.last.num_accepted_tokens) == (6, 3)
 
 
 def test_no_guess_takes_a_page_or_a_token_from_another():

@@ -241,7 +241,7 @@ class Engine:
                 continue
             confirmed = _confirmed(row.draft_ids, chosen)
             if row.draft_ids:
-                self._count_draft(live, len(row.draft_ids), len(confirmed) - 1)
+                self._learn(live, len(row.draft_ids), len(confirmed) - 1)
             self._accept_all(live, confirmed, ended_at)
 
     def _keep_prompt_logprobs(self, live: LiveSequence, choices: list[Choice]) -> bool:
@@ -262,6 +262,9 @@ class Engine:
         for index, choice in enumerate(choices):
             if index > 0:  # the one before was guessed, so it was run in this step
                 self.scheduler.advance(live.sequence, 1)
+            if index < len(choices) - 1:  # a guess that is delivered; those after one that ends the sequence are not
+                live.num_accepted_tokens += 1
+                self.stats.accepted_tokens += 1
             self._outputs.append(self._accept(live, choice, now))
             if live.sequence.finish_reason is not None:
                 break
@@ -355,13 +358,11 @@ class Engine:
             self.stats.ttft.observe(now - live.sequence.request.arrived_at)
         live.last_token_at = now
 
-    def _count_draft(self, live: LiveSequence, num_drafted: int, num_accepted: int) -> None:
+    def _learn(self, live: LiveSequence, num_drafted: int, num_accepted: int) -> None:
         assert self._speculator is not None
         self._speculator.learn(live.sequence, num_drafted, num_accepted)
         live.num_draft_tokens += num_drafted
-        live.num_accepted_tokens += num_accepted
         self.stats.draft_tokens += num_drafted
-        self.stats.accepted_tokens += num_accepted
 
     def _update_gauges(self) -> None:
         stats, blocks = self.stats, self.blocks

@@ -130,4 +130,4 @@ class SequenceOutput:
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache when first scheduled
     num_output_tokens: int = 0  # total so far
     num_draft_tokens: int = 0  # guessed ahead and checked, so far
-    num_accepted_tokens: int = 0  # those of them that were right
+    num_accepted_tokens: int = 0  # those of them that were right, and came out
