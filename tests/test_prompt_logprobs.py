@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from llm_runtime.engine import Engine
-from llm_runtime.scheduler import MAX_PROMPT_LOGITS
-from llm_runtime.types import FinishReason, SequenceOutput, TokenLogprob
+from llm_runtime.types import MAX_PROMPT_LOGITS, FinishReason, SequenceOutput, TokenLogprob
 from tests.fake_executor import VOCAB, FakeExecutor, expected_output, next_token
 from tests.test_engine import assert_idle, make_engine, make_request, prompts
 

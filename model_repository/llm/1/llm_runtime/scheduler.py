@@ -17,10 +17,7 @@ from dataclasses import dataclass, field
 
 from llm_runtime.block_manager import BlockManager
 from llm_runtime.sequence import Sequence, State
-from llm_runtime.types import FinishReason
-
-# Rows of logits in a step for the log-probabilities of prompts, and so tokens of such prompts: 64 MiB for 262,144 tokens.
-MAX_PROMPT_LOGITS = 64
+from llm_runtime.types import MAX_PROMPT_LOGITS, FinishReason
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,9 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+# Rows of logits in a step for the log-probabilities of prompts, and so tokens of such prompts: 64 MiB for 262,144 tokens.
+MAX_PROMPT_LOGITS = 64
+
 
 class FinishReason(str, Enum):
     """Why a sequence ended, in the words clients see."""

@@ -27,6 +27,7 @@ from llm_runtime.batch import make_batch
 from llm_runtime.errors import EngineError
 from llm_runtime.executors.base import Row
 from llm_runtime.manifest import BYTES, EngineManifest, Plan, Profile
+from llm_runtime.types import MAX_PROMPT_LOGITS
 
 PREFILL, DECODE = 0, 1  # the plan's optimization profiles
 PROFILE_NAMES = ("prefill", "decode")
@@ -316,7 +317,7 @@ def beside_pool_bytes(manifest: EngineManifest) -> int:
     """Device memory that has to stay free beside the KV pool: buffers of this executor, the sampler's work, CUDA graphs."""
     plan, model = manifest.plan, manifest.model
     assert plan is not None
-    rows = plan.prefill.max_logits + plan.decode.max_logits
+    rows = plan.prefill.max_logits + plan.decode.max_logits + MAX_PROMPT_LOGITS
     tokens = max(plan.prefill.max_tokens, plan.decode.max_tokens)
     new = 2 * model.num_layers * tokens * model.num_kv_heads * model.head_dim * BYTES[manifest.precision.kv_cache]
     return InputLayout(plan).num_bytes + new + SAMPLING_BYTES * rows * model.vocab_size + GRAPH_BYTES
