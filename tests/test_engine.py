@@ -49,13 +49,17 @@ class Collected:
     def __init__(self) -> None:
         self.token_ids: list[int] = []
         self.text = ""
-        self.last: SequenceOutput | None = None
+        self.outputs: list[SequenceOutput] = []
+
+    @property
+    def last(self) -> SequenceOutput | None:
+        return self.outputs[-1] if self.outputs else None
 
     def add(self, output: SequenceOutput) -> None:
         assert self.last is None or self.last.finish_reason is None, f"{output.request_id}: an output after the final one"
         self.token_ids += output.token_ids
         self.text += output.text
-        self.last = output
+        self.outputs.append(output)
 
     @property
     def reason(self) -> FinishReason | None:
@@ -382,9 +386,8 @@ def test_random_schedules_keep_the_laws(seed, max_draft_tokens):
             results.setdefault(output.request_id, Collected()).add(output)
         engine.blocks.check_invariants()
     for name, result in run(engine, now=120.0).items():
-        for output in [result.last]:
-            results.setdefault(name, Collected()).token_ids.extend(result.token_ids)
-            results[name].last = output
+        for output in result.outputs:
+            results.setdefault(name, Collected()).add(output)
     assert set(results) == set(requests)
     for name, request in requests.items():
         result = results[name]

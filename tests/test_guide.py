@@ -99,14 +99,12 @@ GUIDES = {
 
 @pytest.mark.parametrize("kind", GUIDES)
 def test_guesses_change_no_token_and_what_has_no_choice_is_guessed(client, kind):
-    requests, plain = [], []
-    for seed in range(6):
-        fields = {"seed": seed, "temperature": float(seed % 3), "max_tokens": 120}
-        plain.append(guided(client, kind, GUIDES[kind], speculation=False, **fields))
-        options = {"guided_decoding_guide_type": kind, "guided_decoding_guide": GUIDES[kind], **fields}
-        requests.append(client.send(request_inputs(PROMPT, **options)))
+    guide = {"guided_decoding_guide_type": kind, "guided_decoding_guide": GUIDES[kind], "max_tokens": 120}
+    options = [guide | {"seed": seed, "temperature": float(seed % 3)} for seed in range(6)]
+    plain = [client.generate(PROMPT, speculation=False, **each) for each in options]
+    requests = [client.send(request_inputs(PROMPT, **each)) for each in options]
     together = [client.receive(request) for request in requests]
-    alone = [guided(client, kind, GUIDES[kind], seed=seed, temperature=float(seed % 3), max_tokens=120) for seed in range(6)]
+    alone = [client.generate(PROMPT, **each) for each in options]
     for guessed in (together, alone):
         assert [reply.token_ids for reply in guessed] == [reply.token_ids for reply in plain]
         assert [reply.last.finish_reason for reply in guessed] == [reply.last.finish_reason for reply in plain]

@@ -7,10 +7,9 @@ import math
 import numpy as np
 import pytest
 
-from llm_runtime.engine import Engine
-from llm_runtime.types import MAX_PROMPT_LOGITS, FinishReason, SequenceOutput, TokenLogprob
+from llm_runtime.types import MAX_PROMPT_LOGITS, FinishReason, TokenLogprob
 from tests.fake_executor import VOCAB, FakeExecutor, expected_output, next_token
-from tests.test_engine import assert_idle, make_engine, make_request, prompts
+from tests.test_engine import Collected, make_engine, make_request, prompts, run
 
 LOG_TOTAL = math.log(math.exp(10) + VOCAB - 1)  # of the fake executor's logits: 10 for one token, 0 for the others
 
@@ -19,20 +18,9 @@ def expected(prompt: list[int]) -> list[float]:
     return [10 * (next_token(prompt[:i]) == prompt[i]) - LOG_TOTAL for i in range(1, len(prompt))]
 
 
-def run(engine: Engine) -> dict[str, list[SequenceOutput]]:
-    outputs: dict[str, list[SequenceOutput]] = {}
-    for _ in range(2000):
-        if not engine.has_work:
-            break
-        for output in engine.step(0.0):
-            outputs.setdefault(output.request_id, []).append(output)
-        engine.blocks.check_invariants()
-    assert_idle(engine)
-    return outputs
-
-
-def of_prompt(outputs: list[SequenceOutput]) -> list[TokenLogprob]:
+def of_prompt(result: Collected) -> list[TokenLogprob]:
     """Given once, with the first token."""
+    outputs = result.outputs
     assert [output.prompt_logprobs is not None for output in outputs] == [True] + [False] * (len(outputs) - 1)
     assert outputs[0].token_ids
     return outputs[0].prompt_logprobs or []
@@ -60,15 +48,15 @@ def test_they_are_the_models_however_the_prompt_is_computed(overrides, num_pages
     for index, prompt in enumerate(given):
         asked = {"num_prompt_logprobs": index % 3} if index % 4 else {}
         engine.add(make_request(str(index), prompt, 12, ignore_eos=True, **asked))
-    outputs = run(engine)
+    results = run(engine)
     assert (engine.stats.preemptions > 0) == (num_pages == 42 and "static_cache" not in overrides)
     for index, prompt in enumerate(given):
-        tokens = [token for output in outputs[str(index)] for token in output.token_ids]
-        assert tokens == expected_output(prompt, 12)
+        result = results[str(index)]
+        assert result.token_ids == expected_output(prompt, 12)
         if index % 4 == 0:
-            assert all(output.prompt_logprobs is None for output in outputs[str(index)])
+            assert all(output.prompt_logprobs is None for output in result.outputs)
             continue
-        entries = of_prompt(outputs[str(index)])
+        entries = of_prompt(result)
         assert [entry.token_id for entry in entries] == prompt[1:]
         assert [entry.logprob for entry in entries] == pytest.approx(expected(prompt), abs=1e-5)
         assert all(len(entry.top) == index % 3 for entry in entries)
@@ -82,10 +70,10 @@ def test_a_cached_prompt_is_computed_anew_and_serves_others_afterwards():
     cached = {}
     for name, asked in [("a", {}), ("b", {"num_prompt_logprobs": 0}), ("c", {})]:
         engine.add(make_request(name, prompt, 2, **asked))
-        outputs = run(engine)[name]
-        cached[name] = outputs[-1].num_cached_tokens
+        result = run(engine)[name]
+        cached[name] = result.last.num_cached_tokens
         if asked:
-            assert [entry.logprob for entry in of_prompt(outputs)] == pytest.approx(expected(prompt), abs=1e-5)
+            assert [entry.logprob for entry in of_prompt(result)] == pytest.approx(expected(prompt), abs=1e-5)
     assert cached == {"a": 0, "b": 0, "c": 36}
 
 
@@ -94,8 +82,7 @@ def test_logits_of_a_step_are_bounded_and_those_in_order_wait():
     engine = make_engine(executor, max_sequences=8, max_step_tokens=512, prefill_chunk_tokens=512, max_context=200)
     for name in "abcd":
         engine.add(make_request(name, prompts(1, low=100, high=100)[0], 1, num_prompt_logprobs=0))
-    outputs = run(engine)
-    assert list(outputs) == list("abcd")
+    assert list(run(engine)) == list("abcd")
     assert max(sum(row.num_logits for row in rows) for rows in executor.calls) <= MAX_PROMPT_LOGITS
     assert len(executor.calls) == math.ceil(400 / MAX_PROMPT_LOGITS)
 
@@ -110,7 +97,7 @@ def test_a_prompt_whose_logits_are_no_numbers_ends_with_an_error_and_others_go_o
     engine = make_engine(Broken())
     engine.add(make_request("bad", [5, 6, 7, 8], 3, num_prompt_logprobs=0))
     engine.add(make_request("good", [9, 10], 1, num_prompt_logprobs=0))
-    outputs = run(engine)
-    assert outputs["bad"][-1].finish_reason is FinishReason.ERROR
-    assert "NaN" in (outputs["bad"][-1].error or "")
-    assert of_prompt(outputs["good"])[0].logprob == pytest.approx(expected([9, 10])[0], abs=1e-5)
+    results = run(engine)
+    assert results["bad"].reason is FinishReason.ERROR
+    assert "NaN" in (results["bad"].last.error or "")
+    assert of_prompt(results["good"])[0].logprob == pytest.approx(expected([9, 10])[0], abs=1e-5)

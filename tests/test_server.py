@@ -157,6 +157,13 @@ def test_log_probabilities_of_the_prompt_equal_the_executors(client, engine, tok
     assert all(2 <= len(entry) <= 3 for entry in entries)
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_prompt_of_one_token_has_no_log_probabilities_to_give_and_says_so(client, stream):
+    asked = {"sampling_parameters": json.dumps({"prompt_logprobs": 2}), "stream": stream}
+    reply = client.generate([5], max_tokens=4, ignore_eos=True, **asked)
+    assert [r.outputs["prompt_logprobs"].item() for r in reply.responses if "prompt_logprobs" in r.outputs] == [b"[null]"]
+
+
 def test_the_prompts_of_vllms_clients_have_log_probabilities_too(server):
     body = {"text_input": PROMPT, "parameters": {}, "sampling_parameters": json.dumps({"prompt_logprobs": 0, "max_tokens": 1})}
     answers = [json.loads(post(server, f"{model}/generate", body)[1]) for model in ("llm", "llm_vllm")]

@@ -44,9 +44,10 @@ class DraftSpeculator(Speculator):
         """Prefill what the plan prefills, and put guesses in the place of those that stand for nothing. `states` by request."""
         self._prefill(plan)
         guesses: dict[int, list[int]] = {index: [] for index, row in enumerate(plan.decode) if row.draft_ids}
+        latest = dict(states)
         round_number = 0
         while open_rows := [index for index in guesses if len(plan.decode[index].draft_ids) > round_number]:
-            self._draw(plan.decode, guesses, open_rows, states)
+            self._draw(plan.decode, guesses, open_rows, latest)
             round_number += 1
         for index, drawn in guesses.items():
             plan.decode[index] = replace(plan.decode[index], draft_ids=tuple(drawn))
@@ -77,21 +78,22 @@ class DraftSpeculator(Speculator):
         decode: list[ScheduledRow],
         guesses: dict[int, list[int]],
         open_rows: list[int],
-        states: Mapping[str, SamplerState],
+        states: dict[str, SamplerState],
     ) -> None:
-        """One more guess for each of these rows."""
+        """One more guess for each of these rows. `states` are by request, after all guesses but the newest, and go ahead."""
         rows, next_states, contexts = [], [], []
         for index in open_rows:
             sequence, drawn = decode[index].sequence, guesses[index]
             name = sequence.request.request_id
             length = len(sequence.token_ids)
             if drawn:
+                states[name] = states[name].ahead(drawn[-1:])[-1]
                 rows.append(Row(np.array(drawn[-1:], np.int64), length + len(drawn) - 1, sequence.page_ids))  # type: ignore[arg-type]
             else:
                 # After a preemption fewer tokens are computed than were here.
                 start = min(self._computed.get(name, 0), length - 1, sequence.num_computed)
                 rows.append(self._row(sequence, start, length - start, 1))
-            next_states.append(states[name].ahead(drawn)[-1])
+            next_states.append(states[name])
             contexts.append([*sequence.token_ids, *drawn])
         started = self._clock()
         choices = self.executor.sample(rows, next_states, contexts)

@@ -19,7 +19,7 @@ from llm_runtime.sampler import Choice, SamplerState
 from llm_runtime.scheduler import ScheduledRow, Scheduler, StepPlan
 from llm_runtime.sequence import Sequence
 from llm_runtime.speculation import Speculator
-from llm_runtime.types import FinishReason, GenerationRequest, SamplingParams, SequenceOutput, TokenLogprob
+from llm_runtime.types import FinishReason, GenerationRequest, SamplingParams, SequenceOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,6 @@ class LiveSequence:
         self.detokenizer = Detokenizer(tokenizer, request.prompt_ids)
         self.stops = StopMatcher(request.sampling.stop_strings)
         self.last_token_at: float | None = None
-        self.prompt_logprobs: list[TokenLogprob] = []
         self.num_draft_tokens = 0
         self.num_accepted_tokens = 0
 
@@ -252,8 +251,7 @@ class Engine:
                 self._outputs.append(self._final_output(live, error=choice.error))
                 return False
             assert choice.logprob is not None
-            live.prompt_logprobs.append(choice.logprob)
-        live.sequence.num_prompt_known += len(choices)
+            live.sequence.prompt_logprobs.append(choice.logprob)
         return True
 
     def _accept_all(self, live: LiveSequence, choices: list[Choice], now: float) -> None:
@@ -286,7 +284,7 @@ class Engine:
         output.token_ids = [choice.token_id]
         output.logprobs = [choice.logprob] if choice.logprob else []
         if sequence.num_output == 1 and sequence.request.sampling.num_prompt_logprobs is not None:
-            output.prompt_logprobs = live.prompt_logprobs
+            output.prompt_logprobs = sequence.prompt_logprobs
         reason, output.text = self._advance_text(live, choice.token_id)
         if reason is not None:
             self.scheduler.finish(sequence, reason)
@@ -377,7 +375,7 @@ def _known_ids(row: ScheduledRow) -> list[int]:
     if not sequence.wants_prompt_logprobs:
         return []
     end = min(sequence.num_computed + row.num_tokens + 1, sequence.num_prompt)
-    return sequence.token_ids[max(sequence.num_computed, sequence.num_prompt_known) + 1 : end]
+    return sequence.token_ids[max(sequence.num_computed, len(sequence.prompt_logprobs)) + 1 : end]
 
 
 def _executor_row(row: ScheduledRow, num_known: int) -> Row:

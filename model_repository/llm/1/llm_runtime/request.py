@@ -36,7 +36,6 @@ class ReplyOptions:
     num_sequences: int = 1  # of this prompt
     log_probs: bool = False
     logprobs_json: bool = False
-    prompt_logprobs: bool = False
     cumulative_logprob: bool = False
     num_input_tokens: bool = False
     finish_reason: bool = False
@@ -229,7 +228,6 @@ def _reply_options(fields: Mapping[str, Any], tensors: Mapping[str, Any], row: i
         num_sequences=num_sequences,
         log_probs=fields.get("return_log_probs", False),
         logprobs_json=fields.get("return_logprobs", False),
-        prompt_logprobs="prompt_logprobs" in fields,
         cumulative_logprob=fields.get("return_cumulative_logprob", False),
         num_input_tokens=fields.get("return_num_input_tokens", False),
         finish_reason=fields.get("return_finish_reason", False),

@@ -202,8 +202,8 @@ class Scheduler:
             return None
         sequence.leader = None
         # What the cache holds has no logits any more.
-        known_ids = [] if sequence.wants_prompt_logprobs else sequence.token_ids
-        entries = self.blocks.match(known_ids, sequence.request.cache_salt)
+        wants_logits = sequence.wants_prompt_logprobs
+        entries = [] if wants_logits else self.blocks.match(sequence.token_ids, sequence.request.cache_salt)
         self.blocks.acquire([entry.page_id for entry in entries])
         missing = self.blocks.pages_for(len(sequence.token_ids)) - len(entries)
         if missing > self.blocks.num_available:

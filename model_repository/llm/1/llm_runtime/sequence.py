@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import Enum
 
 from llm_runtime.block_manager import PrefixEntry
-from llm_runtime.types import FinishReason, GenerationRequest
+from llm_runtime.types import FinishReason, GenerationRequest, TokenLogprob
 
 
 class State(Enum):
@@ -34,7 +34,7 @@ class Sequence:
         self.num_cached: int | None = None  # prompt tokens found in the prefix cache when first started
         self.page_ids: list[int] = []
         self.entries: list[PrefixEntry] = []
-        self.num_prompt_known = 0  # prompt tokens whose log-probabilities are known, beyond the first, which has none
+        self.prompt_logprobs: list[TokenLogprob] = []  # of the prompt's tokens after the first, as far as they are known
         self.draft_ids: list[int] = []  # guesses of the tokens after the newest, to be checked in the next step
 
     @property
@@ -50,7 +50,7 @@ class Sequence:
     def wants_prompt_logprobs(self) -> bool:
         """Whether some of those that were asked for are still to be computed."""
         asked = self.request.sampling.num_prompt_logprobs is not None
-        return asked and self.num_prompt_known < self.num_prompt - 1
+        return asked and len(self.prompt_logprobs) < self.num_prompt - 1
 
     @property
     def waits_for_leader(self) -> bool:

@@ -7,7 +7,8 @@ the model's distribution without it. It is more, too: a request gets the very to
 seed.
 
 Drafts come from the sequence itself (prompt lookup: what followed the last time that the same few tokens stood there), which
-costs next to nothing and pays where output repeats its input: code edits, summaries, extraction, chat about a text.
+costs next to nothing and pays where output repeats its input: code edits, summaries, extraction, chat about a text. Where a
+guide leaves no choice, they come from it.
 """
 
 from __future__ import annotations

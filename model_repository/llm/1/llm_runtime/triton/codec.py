@@ -96,7 +96,7 @@ def _logprob_tensors(together: Sequence[tuple[SequenceOutput, float]], reply: Re
     if reply.logprobs_json:
         tensors["logprobs"] = _strings(json.dumps(_by_token(output.logprobs)) for output, _ in together)
     of_prompt = together[0][0].prompt_logprobs
-    if reply.prompt_logprobs and of_prompt is not None:
+    if of_prompt is not None:
         tensors["prompt_logprobs"] = _strings([json.dumps([None, *_by_token(of_prompt)])])  # nothing precedes the first token
     return tensors
 

@@ -75,7 +75,8 @@ class Stream:
         output.token_ids = self.pending.token_ids + output.token_ids
         output.logprobs = self.pending.logprobs + output.logprobs
         output.text = self.pending.text + output.text
-        output.prompt_logprobs = self.pending.prompt_logprobs or output.prompt_logprobs
+        if self.pending.prompt_logprobs is not None:  # with the first token, so never with both
+            output.prompt_logprobs = self.pending.prompt_logprobs
         self.pending = output
 
     def take_response(self) -> Any | None:
