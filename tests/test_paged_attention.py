@@ -10,6 +10,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
@@ -20,6 +21,7 @@ from llm_runtime.native import build
 from llm_runtime.native.build import NativeBuildError, library_path
 
 ATOL = 1e-5
+FORMATS = {"int8": 1, "fp8": 2}
 NO_PAGE = 2**31 - 1  # in table entries past a row's need: reading such a page is an error, so none may be looked at
 
 Feeds = dict[str, NDArray[np.generic]]
@@ -32,6 +34,7 @@ class Shape:
     dim: int
     page_size: int = 16
     window: int = 0
+    format: str = "fp32"  # of pages
 
     @property
     def heads(self) -> int:
@@ -64,16 +67,17 @@ def _library():
 
 
 def make_session(shape: Shape, threads: int = 2, **changed: int | float | None) -> ort.InferenceSession:
-    pages: list[int | str] = ["pages", shape.page_size, shape.kv_heads, shape.dim]
     fp32, int32 = ir.DataType.FLOAT, ir.DataType.INT32
+    kept, head = (fp32, shape.dim) if shape.format == "fp32" else (ir.DataType.UINT8, shape.dim + 4)
+    pages: list[int | str] = ["pages", shape.page_size, shape.kv_heads, head]
     inputs = [
         ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(dims))
         for name, dtype, dims in (
             ("query", fp32, ["tokens", "query_columns"]),
             ("key", fp32, ["key_tokens", "key_columns"]),
             ("value", fp32, ["value_tokens", "value_columns"]),
-            ("key_pages", fp32, pages),
-            ("value_pages", fp32, ["value_page_count", *pages[1:]]),
+            ("key_pages", kept, pages),
+            ("value_pages", kept, ["value_page_count", *pages[1:]]),
             ("row_starts", int32, ["row_ends"]),
             ("past_lengths", int32, ["rows"]),
             ("page_table", int32, ["table_rows", "table"]),
@@ -86,10 +90,14 @@ def make_session(shape: Shape, threads: int = 2, **changed: int | float | None) 
         "window": shape.window,
         **changed,
     }
-    node = ir.node("PagedAttention", inputs, attributes, domain="llm_runtime")
-    output = node.outputs[0]
-    output.name, output.type = "output", ir.TensorType(fp32)
-    graph = ir.Graph(inputs, [output], nodes=[node], opset_imports={"": 23, "llm_runtime": 1}, name="attention")
+    if shape.format == "fp32":
+        node = ir.node("PagedAttention", inputs, attributes, domain="llm_runtime")
+    else:
+        attributes = {"format": FORMATS[shape.format], **attributes}
+        node = ir.node("QuantizedPagedAttention", inputs, attributes, domain="llm_runtime", num_outputs=3)
+    for value, name, dtype in zip(node.outputs, ("output", "kept_keys", "kept_values"), (fp32, kept, kept), strict=False):
+        value.name, value.type = name, ir.TensorType(dtype)
+    graph = ir.Graph(inputs, node.outputs, nodes=[node], opset_imports={"": 23, "llm_runtime": 1}, name="attention")
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
     options.log_severity_level = 4  # the messages of the errors that are wanted here would fill the terminal
@@ -99,15 +107,35 @@ def make_session(shape: Shape, threads: int = 2, **changed: int | float | None) 
 
 
 def make_sequence(rng: np.random.Generator, shape: Shape, past: int, new: int) -> Sequence:
+    """Of quantized pages: keys and values that they hold as they are."""
     kv = (past + new, shape.kv_heads, shape.dim)
-    return Sequence(*(rng.standard_normal(s, np.float32) for s in ((new, shape.heads, shape.dim), kv, kv)))
+    query, keys, values = (rng.standard_normal(s, np.float32) for s in ((new, shape.heads, shape.dim), kv, kv))
+    return Sequence(query, *(unpacked(packed(x, shape.format), shape.format) for x in (keys, values)))
+
+
+def packed(x: NDArray[np.float32], form: str) -> NDArray[np.generic]:
+    """What pages hold of [..., dim]: as it is, or [..., 4 + dim] bytes, the head's scale and what it is rounded to."""
+    if form == "fp32":
+        return x
+    scales = np.abs(x).max(axis=-1, keepdims=True) / np.float32(127 if form == "int8" else 448)
+    scaled = x / np.where(scales > 0, scales, 1)
+    rounded = np.nan_to_num(np.rint(scaled)).astype(np.int8) if form == "int8" else scaled.astype(ml_dtypes.float8_e4m3fn)
+    return np.concatenate([scales.astype(np.float32).view(np.uint8), rounded.view(np.uint8)], axis=-1)
+
+
+def unpacked(kept: NDArray[np.generic], form: str) -> NDArray[np.float32]:
+    if form == "fp32":
+        return kept.astype(np.float32)
+    scales = np.ascontiguousarray(kept[..., :4]).view(np.float32)
+    values = np.ascontiguousarray(kept[..., 4:]).view(np.int8 if form == "int8" else ml_dtypes.float8_e4m3fn)
+    return values.astype(np.float32) * scales
 
 
 def make_feeds(rng: np.random.Generator, shape: Shape, sequences: list[Sequence]) -> Feeds:
     """Pages in random order; every slot and table entry that no row needs holds what must never be read."""
     needs = [-(-sequence.past // shape.page_size) for sequence in sequences]
     num_pages = sum(needs) + 2
-    key_pages = np.full((num_pages, shape.page_size, shape.kv_heads, shape.dim), np.nan, np.float32)
+    key_pages = packed(np.full((num_pages, shape.page_size, shape.kv_heads, shape.dim), np.nan, np.float32), shape.format)
     value_pages = key_pages.copy()
     table = np.full((len(sequences), max(needs, default=0) + 1), NO_PAGE, np.int32)
     free = list(rng.permutation(num_pages))
@@ -115,8 +143,8 @@ def make_feeds(rng: np.random.Generator, shape: Shape, sequences: list[Sequence]
         table[row, :need] = [free.pop() for _ in range(need)]
         for position in range(sequence.past):
             page, slot = table[row, position // shape.page_size], position % shape.page_size
-            key_pages[page, slot] = sequence.keys[position]
-            value_pages[page, slot] = sequence.values[position]
+            key_pages[page, slot] = packed(sequence.keys[position], shape.format)
+            value_pages[page, slot] = packed(sequence.values[position], shape.format)
         first_visible = max(0, sequence.past - shape.window + 1) if shape.window else 0
         table[row, : first_visible // shape.page_size] = NO_PAGE  # pages that the window has left may be gone
 
@@ -150,8 +178,7 @@ def reference(shape: Shape, sequence: Sequence) -> NDArray[np.float64]:
 
 
 def run(session: ort.InferenceSession, feeds: Feeds) -> NDArray[np.float32]:
-    (output,) = session.run(None, feeds)
-    return output
+    return session.run(None, feeds)[0]
 
 
 def random_lengths(rng: np.random.Generator, shape: Shape) -> list[tuple[int, int]]:
@@ -161,9 +188,13 @@ def random_lengths(rng: np.random.Generator, shape: Shape) -> list[tuple[int, in
     return [(int(rng.choice(pasts)), int(rng.choice(news))) for _ in range(rng.integers(1, 7))]
 
 
+formats = pytest.mark.parametrize("form", ["fp32", *FORMATS])
+
+
+@formats
 @pytest.mark.parametrize("dim", [16, 64, 80, 128, 256, 24, 20])
 @pytest.mark.parametrize("ratio", [1, 2, 4, 8])
-def test_ragged_batches_equal_the_reference(dim, ratio):
+def test_ragged_batches_equal_the_reference(dim, ratio, form):
     for seed in range(3):
         rng = np.random.default_rng([seed, dim, ratio])
         shape = Shape(
@@ -172,6 +203,7 @@ def test_ragged_batches_equal_the_reference(dim, ratio):
             dim=dim,
             page_size=int(rng.choice([8, 16, 32])),
             window=int(rng.choice([0, 0, 1, 7, 32, 150])),
+            format=form,
         )
         lengths = random_lengths(rng, shape)
         print(f"seed {seed}, {shape}, rows (past, new) {lengths}")
@@ -181,28 +213,68 @@ def test_ragged_batches_equal_the_reference(dim, ratio):
         np.testing.assert_allclose(output, wanted, rtol=0, atol=ATOL)
 
 
+@formats
+@pytest.mark.parametrize("values", ["noise", "large", "small", "zeros", "one token far off"])
+def test_new_keys_and_values_are_kept_as_the_format_rounds_them(form, values):
+    if form == "fp32":
+        pytest.skip("kept as they are")
+    shape = Shape(kv_heads=3, ratio=2, dim=24, format=form)
+    rng = np.random.default_rng(3)
+    sequence = make_sequence(rng, shape, 0, 50)
+    sequence.keys = rng.standard_normal(sequence.keys.shape, np.float32)
+    sequence.keys *= {"large": 1e30, "small": 1e-30, "zeros": 0}.get(values, 1)
+    if values == "one token far off":
+        sequence.keys[7] *= 1e6
+    output, keys, _ = make_session(shape).run(None, make_feeds(rng, shape, [sequence]))
+    kept = unpacked(keys.reshape(50, 3, 28), form)
+    largest = np.abs(sequence.keys).max(axis=-1, keepdims=True)
+    # Half a step: of int8 everywhere the same; of E4M3 a 16th of the value, and of its smallest steps 2^-10 of 448.
+    bound = largest / 254 if form == "int8" else np.maximum(np.abs(sequence.keys) / 16, largest * 2.0**-10 / 448)
+    assert np.all(np.abs(kept - sequence.keys) <= bound * 1.0001)
+    if values != "large":  # there the scores of float32 have no digits left
+        sequence.keys = kept
+        np.testing.assert_allclose(output, reference(shape, sequence), rtol=0, atol=1e-3 if "far" in values else ATOL)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("new", [1, 5])
+@pytest.mark.parametrize("broken", [np.inf, -np.inf, np.nan])
+def test_a_head_that_is_not_finite_shows_in_its_row_alone(form, new, broken):
+    shape = Shape(kv_heads=2, ratio=1, dim=16, format=form)
+    rng = np.random.default_rng(4)
+    sequences = [make_sequence(rng, shape, 20, new) for _ in range(2)]
+    feeds = make_feeds(rng, shape, sequences)
+    feeds["value"][0, 3] = broken
+    output = run(make_session(shape), feeds)
+    assert not np.isfinite(output[0, :16]).any()
+    assert np.isfinite(output[new:]).all()
+
+
+@formats
 @pytest.mark.parametrize("past", [1023, 1024, 2500, 9000])
 @pytest.mark.parametrize("new", [1, 2, 20])
-def test_a_long_context_is_cut_and_put_together_again(past, new):
-    shape = Shape(kv_heads=1, ratio=2, dim=16)
+def test_a_long_context_is_cut_and_put_together_again(past, new, form):
+    shape = Shape(kv_heads=1, ratio=2, dim=16, format=form)
     rng = np.random.default_rng(past + new)
     sequence = make_sequence(rng, shape, past, new)
     output = run(make_session(shape), make_feeds(rng, shape, [sequence]))
     np.testing.assert_allclose(output, reference(shape, sequence), rtol=0, atol=ATOL)
 
 
+@formats
 @pytest.mark.parametrize("kv_heads", [1, 40])
-def test_many_heads_of_one_key_head_and_many_key_heads(kv_heads):
-    shape = Shape(kv_heads=kv_heads, ratio=71 if kv_heads == 1 else 1, dim=8)
+def test_many_heads_of_one_key_head_and_many_key_heads(kv_heads, form):
+    shape = Shape(kv_heads=kv_heads, ratio=71 if kv_heads == 1 else 1, dim=8, format=form)
     rng = np.random.default_rng(kv_heads)
     sequences = [make_sequence(rng, shape, past, new) for past, new in ((140, 1), (0, 3), (9, 1))]
     output = run(make_session(shape), make_feeds(rng, shape, sequences))
     np.testing.assert_allclose(output, np.concatenate([reference(shape, s) for s in sequences]), rtol=0, atol=ATOL)
 
 
+@formats
 @pytest.mark.parametrize("window", [0, 40])
-def test_a_row_alone_equals_the_row_in_a_batch_bit_for_bit(window):
-    shape = Shape(kv_heads=2, ratio=3, dim=80, window=window)
+def test_a_row_alone_equals_the_row_in_a_batch_bit_for_bit(window, form):
+    shape = Shape(kv_heads=2, ratio=3, dim=80, window=window, format=form)
     rng = np.random.default_rng(window)
     sequences = [make_sequence(rng, shape, past, new) for past, new in ((300, 1), (0, 50), (17, 1), (1500, 9), (128, 130))]
     session = make_session(shape)
@@ -222,10 +294,11 @@ def test_one_two_and_three_threads_give_the_same_bits():
     np.testing.assert_allclose(one, np.concatenate([reference(shape, s) for s in sequences]), rtol=0, atol=ATOL)
 
 
+@formats
 @pytest.mark.parametrize("window", [0, 30])
 @pytest.mark.parametrize("sizes", [[1] * 40, [16, 16, 8], [39, 1], [7, 33]])
-def test_chunks_equal_the_whole(window, sizes):
-    shape = Shape(kv_heads=1, ratio=4, dim=64, window=window)
+def test_chunks_equal_the_whole(window, sizes, form):
+    shape = Shape(kv_heads=1, ratio=4, dim=64, window=window, format=form)
     rng = np.random.default_rng(5)
     whole = make_sequence(rng, shape, 21, 40)
     session = make_session(shape)
@@ -333,6 +406,11 @@ def test_inputs_that_do_not_fit_are_an_error(change, message):
 def test_attributes_that_do_not_fit_are_an_error(attributes, message):
     with pytest.raises(Exception, match=re.escape(message)):
         make_session(Shape(kv_heads=2, ratio=2, dim=16), **attributes)
+
+
+def test_a_format_that_is_none_is_an_error():
+    with pytest.raises(Exception, match="format is 3"):
+        make_session(Shape(kv_heads=2, ratio=2, dim=16, format="int8"), format=3)
 
 
 def test_an_onnx_runtime_that_is_too_old_is_told_so():

@@ -1,4 +1,4 @@
-// llm_runtime::PagedAttention, an ONNX Runtime custom operator for CPUs.
+// llm_runtime::PagedAttention and llm_runtime::QuantizedPagedAttention, ONNX Runtime custom operators for CPUs.
 //
 // Attention of ragged rows over keys and values that lie in pages (Kwon et al. 2023, arXiv 2309.06180), with the
 // online softmax of FlashAttention (Dao et al. 2022, arXiv 2205.14135) and Flash-Decoding's split over the context.
@@ -14,8 +14,10 @@
 //
 // Softmax works in base 2: queries are scaled by scale * log2(e) once, so a probability is exp2(score - maximum).
 //
-// Pages are float32. `decode` reads them through `load` in score_tile and value_tile, `prefill` through `load_scalar`
-// and pack_values: other page types change these four places and the declared input types.
+// Pages are float32, or quantized: int8 or FP8 E4M3 with one float32 scale for each head of each token, in front of its
+// values, so that a token is read in one piece and none depends on another. QuantizedPagedAttention also rounds the new
+// keys and values, and attends to what it rounded them to: no result depends on how a prompt was cut into steps.
+// `decode` widens quantized values as it reads them, `prefill` a block of keys and values at a time.
 
 #include <math.h>
 #include <stdatomic.h>
@@ -36,7 +38,7 @@
 
 enum { ORT_API_USED = 17 };
 enum { ORT_FAIL = 1, ORT_INVALID_ARGUMENT = 2 };  // OrtErrorCode
-enum { ORT_FLOAT = 1, ORT_INT32 = 6 };            // ONNXTensorElementDataType
+enum { ORT_FLOAT = 1, ORT_UINT8 = 2, ORT_INT32 = 6 };  // ONNXTensorElementDataType
 
 enum {
   API_CREATE_STATUS = 0,
@@ -189,6 +191,121 @@ INLINE vfloat exp2_nonpositive(vfloat x) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
+// Pages' formats. A quantized head is a float32 scale and `dim` bytes: its values divided by the scale, rounded.
+
+typedef enum { FLOAT32 = 0, INT8 = 1, FP8 = 2 } Format;
+enum { SCALE_BYTES = 4 };
+
+INLINE float load_float(const char* p) {
+  float result;
+  memcpy(&result, p, sizeof result);
+  return result;
+}
+
+INLINE float head_scale(Format format, const char* head) { return format == FLOAT32 ? 1.0f : load_float(head); }
+
+// LANES bytes, each in the low bits of an integer, with its sign or without.
+INLINE vint widen(const char* p, bool is_signed) {
+#if defined(__AVX512F__)
+  __m128i bytes = _mm_loadu_si128((const __m128i*)p);
+  return (vint)(is_signed ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes));
+#elif defined(__AVX2__)
+  __m128i bytes = _mm_loadl_epi64((const __m128i*)p);
+  return (vint)(is_signed ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes));
+#else
+  vint result;
+  UNROLL for (int i = 0; i < LANES; i++) result[i] = is_signed ? (int8_t)p[i] : (uint8_t)p[i];
+  return result;
+#endif
+}
+
+INLINE vfloat to_float(vint v) {
+#if defined(__AVX512F__)
+  return (vfloat)_mm512_cvtepi32_ps((__m512i)v);
+#elif defined(__AVX__)
+  return (vfloat)_mm256_cvtepi32_ps((__m256i)v);
+#else
+  vfloat result;
+  UNROLL for (int i = 0; i < LANES; i++) result[i] = (float)v[i];
+  return result;
+#endif
+}
+
+// E4M3's exponent and mantissa, moved to where float32 has its own, are the value times 2^-120, its small ones too.
+INLINE vfloat from_fp8(vint bytes) { return (vfloat)((bytes & 0x7f) << 20 | (bytes & 0x80) << 24) * 0x1p120f; }
+
+// LANES values of a head from `d` on, not yet multiplied by its scale.
+INLINE vfloat load_values(Format format, const char* head, size_t d) {
+  if (format == FLOAT32) return load((const float*)head + d);
+  vint bytes = widen(head + SCALE_BYTES + d, format == INT8);
+  return format == INT8 ? to_float(bytes) : from_fp8(bytes);
+}
+
+INLINE float load_value(Format format, const char* head, size_t d) {
+  if (format == FLOAT32) return load_float(head + d * sizeof(float));
+  char byte = head[SCALE_BYTES + d];
+  if (format == INT8) return (float)(int8_t)byte;
+  union { uint32_t bits; float value; } u = {(uint32_t)(byte & 0x7f) << 20 | (uint32_t)(byte & 0x80) << 24};
+  return u.value * 0x1p120f;
+}
+
+// out[i] = value first + i of a head, for `count` of them.
+INLINE void widen_head(Format format, const char* head, size_t first, size_t count, float* out) {
+  float scale = head_scale(format, head);
+  size_t i = 0;
+  for (; i + LANES <= count; i += LANES) store(out + i, load_values(format, head, first + i) * scale);
+  for (; i < count; i++) out[i] = load_value(format, head, first + i) * scale;
+}
+
+// The largest magnitude; not a number, or infinite, where one of the values is.
+static float largest_magnitude(const float* x, size_t dim) {
+  uint32_t largest = 0;  // without their signs, floats are ordered as integers are, infinity and then what is no number last
+  for (size_t d = 0; d < dim; d++) {
+    uint32_t bits;
+    memcpy(&bits, x + d, sizeof bits);
+    bits &= 0x7fffffff;
+    largest = bits > largest ? bits : largest;
+  }
+  float result;
+  memcpy(&result, &largest, sizeof result);
+  return result;
+}
+
+// Rounds to nearest, ties to even. A head that is not finite gets a scale that is not, so that its row shows it.
+static void quantize_head(Format format, const float* x, size_t dim, char* head) {
+  const float top = format == INT8 ? 127.0f : 448.0f;
+  float largest = largest_magnitude(x, dim), scale = largest / top;
+  float inverse = scale > 0x1p-126f && scale <= 0x1p126f ? 1.0f / scale : 0.0f;
+  memcpy(head, &scale, sizeof scale);
+  char* out = head + SCALE_BYTES;
+  for (size_t d = 0; d < dim; d++) {
+    float y = x[d] * inverse;
+    y = y > -top ? (y < top ? y : top) : -top;  // -top for what is no number
+    if (format == INT8) {
+      y += 12582912.0f;  // 1.5 * 2^23: the nearest integer is left in the low bits
+      memcpy(out + d, &y, 1);
+    } else {
+      uint32_t bits;
+      y *= 0x1p-120f;
+      memcpy(&bits, &y, sizeof bits);
+      uint32_t magnitude = bits & 0x7fffffff;
+      magnitude = (magnitude + 0x7ffff + (magnitude >> 20 & 1)) >> 20;
+      out[d] = (char)(magnitude | (bits >> 24 & 0x80));
+    }
+  }
+}
+
+// Tokens x heads of `dim` values, one after another.
+static void quantize(Format format, const float* x, size_t num_heads, size_t dim, char* out) {
+  for (size_t i = 0; i < num_heads; i++, x += dim, out += SCALE_BYTES + dim) {
+    if (format == INT8)
+      quantize_head(INT8, x, dim, out);
+    else
+      quantize_head(FP8, x, dim, out);
+  }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
 // Buffers, kept between calls and shared by every session: a call takes as many as it has threads.
 
 enum { POOL_SLOTS = 128, BUFFER_HEADER = 64 };
@@ -240,7 +357,7 @@ enum {
 
 typedef struct {
   const OrtApi* api;
-  int64_t num_heads, num_kv_heads, window;
+  int64_t num_heads, num_kv_heads, window, format;
   float scale;
 } Kernel;
 
@@ -255,12 +372,13 @@ typedef struct {
 
 typedef struct {
   const Kernel* kernel;
-  const float *query, *key, *value, *key_pages, *value_pages;
+  const float* query;
+  const char *key, *value, *key_pages, *value_pages;  // all in the pages' format
   const int32_t *row_starts, *past_lengths, *page_table;
   float* output;
   size_t table_width, page_size, dim, padded_dim;
   size_t heads_per_kv;   // query heads of one key head
-  size_t token_stride;   // floats from one token to the next, in pages and in key and value alike
+  size_t head_bytes, token_bytes;  // from one key head, or token, to the next
   size_t kv_heads_per_item, queries_per_item;
   float query_scale;     // scale * log2(e)
   size_t scratch_size;
@@ -282,22 +400,22 @@ INLINE float* take_floats(float** cursor, size_t count) {
 
 // Where the tokens at positions [first, first + count) of a row lie: the row's pages, then its own new tokens.
 // The remaining pointers up to `capacity` repeat the last one, so that tiles never read what is not there.
-static void find_tokens(const Call* call, int32_t row, size_t first, size_t count, size_t capacity, const float** keys,
-                        const float** values) {
+static void find_tokens(const Call* call, int32_t row, size_t first, size_t count, size_t capacity, const char** keys,
+                        const char** values) {
   size_t past = (size_t)call->past_lengths[row];
   const int32_t* table = call->page_table + (size_t)row * call->table_width;
   size_t i = 0;
   while (i < count && first + i < past) {
     size_t slot = (first + i) % call->page_size;
     size_t run = smaller(call->page_size - slot, smaller(count - i, past - first - i));
-    size_t offset = ((size_t)table[(first + i) / call->page_size] * call->page_size + slot) * call->token_stride;
-    for (size_t j = 0; j < run; j++, i++, offset += call->token_stride) {
+    size_t offset = ((size_t)table[(first + i) / call->page_size] * call->page_size + slot) * call->token_bytes;
+    for (size_t j = 0; j < run; j++, i++, offset += call->token_bytes) {
       keys[i] = call->key_pages + offset;
       values[i] = call->value_pages + offset;
     }
   }
   for (; i < count; i++) {
-    size_t offset = ((size_t)call->row_starts[row] + first + i - past) * call->token_stride;
+    size_t offset = ((size_t)call->row_starts[row] + first + i - past) * call->token_bytes;
     keys[i] = call->key + offset;
     values[i] = call->value + offset;
   }
@@ -359,14 +477,15 @@ static void finish_item(Call* call, const Item* item, const float* sums, const f
 // Decode: one query token, its heads of one key head at a time; vectors run along the head's dimension.
 
 // scores[h][t] for `heads` query heads and 4 tokens.
-INLINE void score_tile(int heads, const float* query, size_t query_stride, const float* const* keys, size_t offset,
-                       size_t dim, float* scores) {
-  const float *k0 = keys[0] + offset, *k1 = keys[1] + offset, *k2 = keys[2] + offset, *k3 = keys[3] + offset;
+INLINE void score_tile(Format format, int heads, const float* query, size_t query_stride, const char* const* keys,
+                       size_t offset, size_t dim, float* scores) {
+  const char *k0 = keys[0] + offset, *k1 = keys[1] + offset, *k2 = keys[2] + offset, *k3 = keys[3] + offset;
   vfloat sums[4][4];
   UNROLL for (int h = 0; h < heads; h++) sums[h][0] = sums[h][1] = sums[h][2] = sums[h][3] = (vfloat){0};
   size_t d = 0;
   for (; d + LANES <= dim; d += LANES) {
-    vfloat key0 = load(k0 + d), key1 = load(k1 + d), key2 = load(k2 + d), key3 = load(k3 + d);
+    vfloat key0 = load_values(format, k0, d), key1 = load_values(format, k1, d);
+    vfloat key2 = load_values(format, k2, d), key3 = load_values(format, k3, d);
     UNROLL for (int h = 0; h < heads; h++) {
       vfloat q = load(query + (size_t)h * query_stride + d);
       sums[h][0] += q * key0;
@@ -378,21 +497,29 @@ INLINE void score_tile(int heads, const float* query, size_t query_stride, const
   UNROLL for (int h = 0; h < heads; h++) {
     vfloat4 result = sum_each(sums[h][0], sums[h][1], sums[h][2], sums[h][3]);
     const float* q = query + (size_t)h * query_stride;
-    for (size_t e = d; e < dim; e++) result += q[e] * (vfloat4){k0[e], k1[e], k2[e], k3[e]};
+    for (size_t e = d; e < dim; e++)
+      result += q[e] * (vfloat4){load_value(format, k0, e), load_value(format, k1, e), load_value(format, k2, e),
+                                 load_value(format, k3, e)};
+    if (format != FLOAT32)
+      result *= (vfloat4){head_scale(format, k0), head_scale(format, k1), head_scale(format, k2), head_scale(format, k3)};
     *(vfloat4_unaligned*)(scores + h * DECODE_BLOCK) = result;
   }
 }
 
 // sums[h][columns] = sums[h][columns] * rescale[h] + probabilities[h] @ values[columns] for `vectors` columns of LANES.
-INLINE void value_tile(int heads, int vectors, const float* probabilities, const float* rescale,
-                       const float* const* values, size_t offset, size_t count, float* sums, size_t stride) {
+INLINE void value_tile(Format format, int heads, int vectors, const float* probabilities, const float* rescale,
+                       const char* const* values, size_t offset, size_t d, size_t count, float* sums, size_t stride) {
   vfloat acc[4][4];
   UNROLL for (int h = 0; h < heads; h++)
     UNROLL for (int v = 0; v < vectors; v++) acc[h][v] = load(sums + (size_t)h * stride + v * LANES) * rescale[h];
   for (size_t t = 0; t < count; t++) {
-    const float* row = values[t] + offset;
+    const char* head = values[t] + offset;
+    float scale = head_scale(format, head);
     vfloat value[4];
-    UNROLL for (int v = 0; v < vectors; v++) value[v] = load(row + v * LANES);
+    UNROLL for (int v = 0; v < vectors; v++) {
+      value[v] = load_values(format, head, d + (size_t)(v * LANES));
+      if (format != FLOAT32) value[v] *= scale;
+    }
     UNROLL for (int h = 0; h < heads; h++)
       UNROLL for (int v = 0; v < vectors; v++) acc[h][v] += value[v] * probabilities[h * DECODE_BLOCK + t];
   }
@@ -401,7 +528,7 @@ INLINE void value_tile(int heads, int vectors, const float* probabilities, const
 }
 
 typedef struct {
-  const float *keys[DECODE_BLOCK], *values[DECODE_BLOCK];
+  const char *keys[DECODE_BLOCK], *values[DECODE_BLOCK];
   size_t count;
 } Block;
 
@@ -413,33 +540,36 @@ static void find_block(const Call* call, const Item* item, size_t first, Block* 
 
 // While keys are worked on, this block's values and the next one's keys come from memory: tokens lie too far apart for
 // the CPU to foresee where the next one is.
-INLINE void fetch_ahead(const Block* block, const Block* next, size_t t, size_t offset, size_t dim) {
-  for (size_t d = 0; d < dim; d += 16) {
-    __builtin_prefetch(block->values[t] + offset + d);
-    if (next->count) __builtin_prefetch(next->keys[t] + offset + d);
+INLINE void fetch_ahead(const Block* block, const Block* next, size_t t, size_t offset, size_t head_bytes) {
+  for (size_t i = 0; i < head_bytes; i += 64) {
+    __builtin_prefetch(block->values[t] + offset + i);
+    if (next->count) __builtin_prefetch(next->keys[t] + offset + i);
   }
 }
 
-INLINE void decode_scores(int heads, const float* query, size_t stride, const Block* block, const Block* next, size_t offset,
-                          size_t dim, float* scores) {
+INLINE void decode_scores(Format format, int heads, const float* query, size_t stride, const Block* block, const Block* next,
+                          size_t offset, size_t head_bytes, size_t dim, float* scores) {
   for (size_t t = 0; t < block->count; t += 4) {
     if (next)
-      for (size_t u = t; u < t + 4; u++) fetch_ahead(block, next, u, offset, dim);
-    score_tile(heads, query, stride, block->keys + t, offset, dim, scores + t);
+      for (size_t u = t; u < t + 4; u++) fetch_ahead(block, next, u, offset, head_bytes);
+    score_tile(format, heads, query, stride, block->keys + t, offset, dim, scores + t);
   }
 }
 
-INLINE void decode_values(int heads, const float* probabilities, const float* rescale, const float* const* values,
-                          size_t offset, size_t dim, size_t count, float* sums, size_t stride) {
+INLINE void decode_values(Format format, int heads, const float* probabilities, const float* rescale,
+                          const char* const* values, size_t offset, size_t dim, size_t count, float* sums, size_t stride) {
   size_t d = 0;
   for (; d + COLUMN_VECTORS * LANES <= dim; d += COLUMN_VECTORS * LANES)
-    value_tile(heads, COLUMN_VECTORS, probabilities, rescale, values, offset + d, count, sums + d, stride);
+    value_tile(format, heads, COLUMN_VECTORS, probabilities, rescale, values, offset, d, count, sums + d, stride);
   for (; d + LANES <= dim; d += LANES)
-    value_tile(heads, 1, probabilities, rescale, values, offset + d, count, sums + d, stride);
+    value_tile(format, heads, 1, probabilities, rescale, values, offset, d, count, sums + d, stride);
   for (; d < dim; d++)
     for (int h = 0; h < heads; h++) {
       float sum = sums[(size_t)h * stride + d] * rescale[h];
-      for (size_t t = 0; t < count; t++) sum += probabilities[h * DECODE_BLOCK + t] * values[t][offset + d];
+      for (size_t t = 0; t < count; t++) {
+        const char* head = values[t] + offset;
+        sum += probabilities[h * DECODE_BLOCK + t] * (load_value(format, head, d) * head_scale(format, head));
+      }
       sums[(size_t)h * stride + d] = sum;
     }
 }
@@ -462,7 +592,7 @@ INLINE float update_softmax(float* scores, size_t count, float* maximum, float* 
   return rescale;
 }
 
-static void decode(Call* call, const Item* item, float* scratch) {
+INLINE void decode_format(Format format, Call* call, const Item* item, float* scratch) {
   size_t group = call->heads_per_kv, dim = call->dim, stride = call->padded_dim;
   size_t rows = group * (size_t)item->num_kv_heads;
   float* query = take_floats(&scratch, rows * stride);
@@ -487,25 +617,37 @@ static void decode(Call* call, const Item* item, float* scratch) {
     size_t count = block->count;
     find_block(call, item, first + DECODE_BLOCK, next);
     for (size_t kv = 0; kv < (size_t)item->num_kv_heads; kv++) {
-      size_t offset = ((size_t)item->first_kv_head + kv) * dim, h = 0;
+      size_t head_bytes = call->head_bytes, offset = ((size_t)item->first_kv_head + kv) * head_bytes, h = 0;
       const float* q = query + kv * group * stride;
       float* s = sums + kv * group * stride;
       for (; h + QUERY_TILE <= group; h += QUERY_TILE)
-        decode_scores(QUERY_TILE, q + h * stride, stride, block, h ? NULL : next, offset, dim, scores + h * DECODE_BLOCK);
+        decode_scores(format, QUERY_TILE, q + h * stride, stride, block, h ? NULL : next, offset, head_bytes, dim,
+                      scores + h * DECODE_BLOCK);
       for (; h < group; h++)
-        decode_scores(1, q + h * stride, stride, block, h ? NULL : next, offset, dim, scores + h * DECODE_BLOCK);
+        decode_scores(format, 1, q + h * stride, stride, block, h ? NULL : next, offset, head_bytes, dim,
+                      scores + h * DECODE_BLOCK);
       for (h = 0; h < group; h++)
         rescale[h] = update_softmax(scores + h * DECODE_BLOCK, count, &maxima[kv * group + h], &totals[kv * group + h]);
       for (h = 0; h + QUERY_TILE <= group; h += QUERY_TILE)
-        decode_values(QUERY_TILE, scores + h * DECODE_BLOCK, rescale + h, block->values, offset, dim, count, s + h * stride, stride);
+        decode_values(format, QUERY_TILE, scores + h * DECODE_BLOCK, rescale + h, block->values, offset, dim, count,
+                      s + h * stride, stride);
       for (; h < group; h++)
-        decode_values(1, scores + h * DECODE_BLOCK, rescale + h, block->values, offset, dim, count, s + h * stride, stride);
+        decode_values(format, 1, scores + h * DECODE_BLOCK, rescale + h, block->values, offset, dim, count, s + h * stride,
+                      stride);
     }
     Block* done = block;
     block = next;
     next = done;
   }
   finish_item(call, item, sums, maxima, totals);
+}
+
+static void decode(Call* call, const Item* item, float* scratch) {
+  switch (call->kernel->format) {
+    case INT8: decode_format(INT8, call, item, scratch); break;
+    case FP8: decode_format(FP8, call, item, scratch); break;
+    default: decode_format(FLOAT32, call, item, scratch);
+  }
 }
 
 static size_t decode_scratch(const Call* call) {
@@ -517,27 +659,25 @@ static size_t decode_scratch(const Call* call) {
 // Prefill: a block of query rows of one key head against blocks of keys.
 //
 // Scores are computed transposed, [token][query row]: vectors run along the query rows, so that keys are read in place
-// as scalars, queries are packed once, and the softmax has no horizontal step. Values are packed block by block into
+// as scalars (quantized ones are widened first, a block at a time), queries are packed once, and the softmax has no horizontal step. Values are packed block by block into
 // strips of STRIP columns, since token strides of a power of two would map them all to a few sets of the cache.
 
 enum { PAIR = 2 * LANES, STRIP = COLUMN_VECTORS * LANES, OUTPUT_TILE = 4 };
 
-INLINE float load_scalar(const float* p) { return *p; }
-
 // scores[t][lane] for TOKEN_TILE tokens and `vectors` vectors of query rows. packed: [dim][PAIR].
-INLINE void score_block_tile(int vectors, const float* packed, const float* const* keys, size_t offset, size_t dim,
+INLINE void score_block_tile(int vectors, const float* packed, const char* const* keys, size_t offset, size_t dim,
                              float* scores, size_t stride) {
   vfloat acc[TOKEN_TILE][2];
   const float* k[TOKEN_TILE];
   UNROLL for (int t = 0; t < TOKEN_TILE; t++) {
-    k[t] = keys[t] + offset;
+    k[t] = (const float*)(keys[t] + offset);
     UNROLL for (int v = 0; v < vectors; v++) acc[t][v] = (vfloat){0};
   }
   for (size_t d = 0; d < dim; d++) {
     vfloat q[2];
     UNROLL for (int v = 0; v < vectors; v++) q[v] = load(packed + d * PAIR + v * LANES);
     UNROLL for (int t = 0; t < TOKEN_TILE; t++) {
-      float key = load_scalar(k[t] + d);
+      float key = k[t][d];
       UNROLL for (int v = 0; v < vectors; v++) acc[t][v] += q[v] * key;
     }
   }
@@ -545,13 +685,21 @@ INLINE void score_block_tile(int vectors, const float* packed, const float* cons
     UNROLL for (int v = 0; v < vectors; v++) store(scores + (size_t)t * stride + v * LANES, acc[t][v]);
 }
 
+static void widen_values(Format format, const char* head, size_t first, size_t count, float* out) {
+  switch (format) {
+    case INT8: widen_head(INT8, head, first, count, out); break;
+    case FP8: widen_head(FP8, head, first, count, out); break;
+    default: memcpy(out, head + first * sizeof(float), count * sizeof(float));
+  }
+}
+
 // strips: [strip][token][STRIP], the last strip filled up with zeros.
-static void pack_values(const float* const* values, size_t offset, size_t dim, size_t count, float* strips) {
+static void pack_values(Format format, const char* const* values, size_t offset, size_t dim, size_t count, float* strips) {
   for (size_t first = 0; first < dim; first += STRIP) {
     size_t width = smaller(STRIP, dim - first);
     float* strip = strips + first * PREFILL_BLOCK;
     for (size_t t = 0; t < count; t++) {
-      memcpy(strip + t * STRIP, values[t] + offset + first, width * sizeof(float));
+      widen_values(format, values[t] + offset, first, width, strip + t * STRIP);
       if (width < STRIP) memset(strip + t * STRIP + width, 0, (STRIP - width) * sizeof(float));
     }
   }
@@ -615,7 +763,8 @@ INLINE void update_softmax_lanes(float* scores, size_t stride, size_t count, flo
 static void prefill(Call* call, const Item* item, float* scratch) {
   size_t group = call->heads_per_kv, dim = call->dim, stride = call->padded_dim;
   size_t rows = group * (size_t)item->num_queries, width = round_up(rows, LANES);
-  size_t num_heads = (size_t)call->kernel->num_heads, offset = (size_t)item->first_kv_head * dim;
+  size_t num_heads = (size_t)call->kernel->num_heads, offset = (size_t)item->first_kv_head * call->head_bytes;
+  Format format = (Format)call->kernel->format;
   float* packed = take_floats(&scratch, round_up(rows, PAIR) * dim);
   float* scores = take_floats(&scratch, PREFILL_BLOCK * width);
   float* sums = take_floats(&scratch, width * stride);
@@ -624,7 +773,8 @@ static void prefill(Call* call, const Item* item, float* scratch) {
   float* totals = take_floats(&scratch, width);
   float* rescale = take_floats(&scratch, width);
   int32_t* positions = (int32_t*)take_floats(&scratch, width);
-  const float *keys[PREFILL_BLOCK], *values[PREFILL_BLOCK];
+  float* widened = take_floats(&scratch, format == FLOAT32 ? 0 : PREFILL_BLOCK * dim);
+  const char *keys[PREFILL_BLOCK], *values[PREFILL_BLOCK];
   int32_t first_position = call->past_lengths[item->row] + item->first_query;
   int32_t last_position = first_position + item->num_queries - 1, window = (int32_t)call->kernel->window;
 
@@ -645,18 +795,26 @@ static void prefill(Call* call, const Item* item, float* scratch) {
   for (int32_t first = item->first_key; first < item->end_key; first += PREFILL_BLOCK) {
     size_t count = smaller(PREFILL_BLOCK, (size_t)(item->end_key - first));
     find_tokens(call, item->row, (size_t)first, count, PREFILL_BLOCK, keys, values);
+    size_t key_offset = offset;
+    if (format != FLOAT32) {
+      key_offset = 0;
+      for (size_t t = 0; t < PREFILL_BLOCK; t++) {
+        if (t < count) widen_values(format, keys[t] + offset, 0, dim, widened + t * dim);
+        keys[t] = (const char*)(widened + smaller(t, count - 1) * dim);
+      }
+    }
     for (size_t r = 0; r < rows; r += PAIR)
       for (size_t t = 0; t < count; t += TOKEN_TILE) {
         if (rows - r > LANES)
-          score_block_tile(2, packed + r * dim, keys + t, offset, dim, scores + t * width + r, width);
+          score_block_tile(2, packed + r * dim, keys + t, key_offset, dim, scores + t * width + r, width);
         else
-          score_block_tile(1, packed + r * dim, keys + t, offset, dim, scores + t * width + r, width);
+          score_block_tile(1, packed + r * dim, keys + t, key_offset, dim, scores + t * width + r, width);
       }
     bool beyond = first + (int32_t)count - 1 > first_position, too_old = window != 0 && first <= last_position - window;
     if (beyond || too_old) mask_scores(scores, width, width, count, positions, first, window);
     for (size_t r = 0; r < width; r += LANES)
       update_softmax_lanes(scores + r, width, count, maxima + r, totals + r, rescale + r);
-    pack_values(values, offset, dim, count, strips);
+    pack_values(format, values, offset, dim, count, strips);
     for (size_t d = 0; d < dim; d += STRIP) {
       const float* strip = strips + d * PREFILL_BLOCK;
       size_t left = dim - d;
@@ -675,7 +833,9 @@ static void prefill(Call* call, const Item* item, float* scratch) {
 
 static size_t prefill_scratch(const Call* call) {
   size_t rows = round_up(call->heads_per_kv * call->queries_per_item, PAIR);
-  return rows * call->dim + PREFILL_BLOCK * rows + rows * call->padded_dim + call->padded_dim * PREFILL_BLOCK + 4 * rows + 8 * 16;
+  size_t widened = call->kernel->format == FLOAT32 ? 0 : PREFILL_BLOCK * call->dim;
+  return rows * call->dim + PREFILL_BLOCK * rows + rows * call->padded_dim + call->padded_dim * PREFILL_BLOCK + widened + 4 * rows +
+         9 * 16;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -810,8 +970,12 @@ static OrtStatus* read_shape(const OrtApi* api, const OrtValue* value, int input
   return NULL;
 }
 
+static int64_t head_dim(const Kernel* kernel, int64_t dims[NUM_INPUTS][4]) {
+  return kernel->format == FLOAT32 ? dims[KEY_PAGES][3] : dims[KEY_PAGES][3] - SCALE_BYTES;
+}
+
 static OrtStatus* check_shapes(const OrtApi* api, const Kernel* kernel, int64_t dims[NUM_INPUTS][4]) {
-  int64_t tokens = dims[QUERY][0], rows = dims[PAST_LENGTHS][0], dim = dims[KEY_PAGES][3];
+  int64_t tokens = dims[QUERY][0], rows = dims[PAST_LENGTHS][0], dim = head_dim(kernel, dims);
   if (dims[KEY_PAGES][2] != kernel->num_kv_heads)
     FAIL("key_pages has %lld key heads, num_kv_heads is %lld", (long long)dims[KEY_PAGES][2], (long long)kernel->num_kv_heads);
   if (memcmp(dims[KEY_PAGES], dims[VALUE_PAGES], 4 * sizeof(int64_t)) != 0) FAIL("key_pages and value_pages differ in shape");
@@ -853,6 +1017,13 @@ static OrtStatus* check_rows(const OrtApi* api, const Call* call, int32_t num_ro
   return NULL;
 }
 
+static OrtStatus* make_output(const OrtApi* api, OrtKernelContext* context, size_t index, const int64_t* dims, void** data) {
+  OrtValue* value = NULL;
+  OrtStatus* status = CALL(api, API_CONTEXT_GET_OUTPUT, OrtStatus*, OrtKernelContext*, size_t, const int64_t*, size_t,
+                           OrtValue**)(context, index, dims, 2, &value);
+  return status ? status : CALL(api, API_GET_TENSOR_MUTABLE_DATA, OrtStatus*, OrtValue*, void**)(value, data);
+}
+
 static OrtStatus* compute(void* op_kernel, OrtKernelContext* context) {
   const Kernel* kernel = op_kernel;
   const OrtApi* api = kernel->api;
@@ -869,24 +1040,27 @@ static OrtStatus* compute(void* op_kernel, OrtKernelContext* context) {
   status = check_shapes(api, kernel, dims);
   if (status) return status;
 
-  OrtValue* output = NULL;
-  void* output_data = NULL;
-  status = CALL(api, API_CONTEXT_GET_OUTPUT, OrtStatus*, OrtKernelContext*, size_t, const int64_t*, size_t, OrtValue**)(
-      context, 0, dims[QUERY], 2, &output);
-  if (!status) status = CALL(api, API_GET_TENSOR_MUTABLE_DATA, OrtStatus*, OrtValue*, void**)(output, &output_data);
+  Format format = (Format)kernel->format;
+  size_t dim = (size_t)head_dim(kernel, dims), group = (size_t)(kernel->num_heads / kernel->num_kv_heads);
+  size_t head_bytes = format == FLOAT32 ? dim * sizeof(float) : SCALE_BYTES + dim;
+  size_t num_kv_heads = (size_t)kernel->num_kv_heads, num_tokens = (size_t)dims[QUERY][0];
+  void *output, *kept[2] = {(void*)data[KEY], (void*)data[VALUE]};
+  status = make_output(api, context, 0, dims[QUERY], &output);
+  for (size_t i = 0; i < 2 && !status && format != FLOAT32; i++) {
+    status = make_output(api, context, 1 + i, (int64_t[]){dims[QUERY][0], (int64_t)(num_kv_heads * head_bytes)}, &kept[i]);
+    if (!status) quantize(format, data[KEY + i], num_tokens * num_kv_heads, dim, kept[i]);
+  }
   if (status) return status;
-
-  size_t dim = (size_t)dims[KEY_PAGES][3], group = (size_t)(kernel->num_heads / kernel->num_kv_heads);
   size_t kv_heads_per_item = dim < DECODE_COLUMNS ? DECODE_COLUMNS / dim : 1;
   Call call = {
       .kernel = kernel,
-      .query = data[QUERY], .key = data[KEY], .value = data[VALUE],
+      .query = data[QUERY], .key = kept[0], .value = kept[1],
       .key_pages = data[KEY_PAGES], .value_pages = data[VALUE_PAGES],
       .row_starts = data[ROW_STARTS], .past_lengths = data[PAST_LENGTHS], .page_table = data[PAGE_TABLE],
-      .output = output_data,
+      .output = output,
       .table_width = (size_t)dims[PAGE_TABLE][1], .page_size = (size_t)dims[KEY_PAGES][1],
       .dim = dim, .padded_dim = round_up(dim, STRIP), .heads_per_kv = group,
-      .token_stride = (size_t)kernel->num_kv_heads * dim,
+      .head_bytes = head_bytes, .token_bytes = num_kv_heads * head_bytes,
       .kv_heads_per_item = smaller(kv_heads_per_item, (size_t)kernel->num_kv_heads),
       .queries_per_item = group < PREFILL_ROWS ? PREFILL_ROWS / group : 1,
       .query_scale = kernel->scale * 1.44269504f,
@@ -897,11 +1071,12 @@ static OrtStatus* compute(void* op_kernel, OrtKernelContext* context) {
 }
 
 static OrtStatus* create_kernel(const OrtCustomOp* op, const OrtApi* api, const OrtKernelInfo* info, void** out) {
-  (void)op;
   Kernel kernel = {.api = api};
   struct { const char* name; int64_t* value; } integers[] = {
-      {"num_heads", &kernel.num_heads}, {"num_kv_heads", &kernel.num_kv_heads}, {"window", &kernel.window}};
-  for (size_t i = 0; i < 3; i++) {
+      {"num_heads", &kernel.num_heads}, {"num_kv_heads", &kernel.num_kv_heads}, {"window", &kernel.window},
+      {"format", &kernel.format}};
+  bool is_quantized = op->GetOutputTypeCount(op) > 1;
+  for (size_t i = 0; i < (is_quantized ? 4 : 3); i++) {
     OrtStatus* status = CALL(api, API_KERNEL_INFO_GET_INT64, OrtStatus*, const OrtKernelInfo*, const char*, int64_t*)(
         info, integers[i].name, integers[i].value);
     if (status) return status;
@@ -912,6 +1087,7 @@ static OrtStatus* create_kernel(const OrtCustomOp* op, const OrtApi* api, const 
   if (kernel.num_kv_heads < 1 || kernel.num_heads < kernel.num_kv_heads || kernel.num_heads % kernel.num_kv_heads != 0 ||
       kernel.num_heads > 65536)
     FAIL("num_heads %lld is no multiple of num_kv_heads %lld", (long long)kernel.num_heads, (long long)kernel.num_kv_heads);
+  if (is_quantized && kernel.format != INT8 && kernel.format != FP8) FAIL("format is %lld", (long long)kernel.format);
   if (kernel.window < 0 || kernel.window > INT32_MAX) FAIL("window is %lld", (long long)kernel.window);
   Kernel* result = malloc(sizeof *result);
   if (!result) return make_status(api, ORT_FAIL, "PagedAttention: out of memory");
@@ -923,31 +1099,41 @@ static OrtStatus* create_kernel(const OrtCustomOp* op, const OrtApi* api, const 
 static void destroy_kernel(void* kernel) { free(kernel); }
 static const char* get_name(const OrtCustomOp* op) { (void)op; return "PagedAttention"; }
 static const char* get_provider(const OrtCustomOp* op) { (void)op; return "CPUExecutionProvider"; }
-static int get_input_type(const OrtCustomOp* op, size_t i) { (void)op; return i >= ROW_STARTS ? ORT_INT32 : ORT_FLOAT; }
+static const char* get_quantized_name(const OrtCustomOp* op) { (void)op; return "QuantizedPagedAttention"; }
+static int get_input_type(const OrtCustomOp* op, size_t i) {
+  if (i >= ROW_STARTS) return ORT_INT32;
+  return i >= KEY_PAGES && op->GetOutputTypeCount(op) > 1 ? ORT_UINT8 : ORT_FLOAT;
+}
 static size_t get_input_count(const OrtCustomOp* op) { (void)op; return NUM_INPUTS; }
-static int get_output_type(const OrtCustomOp* op, size_t i) { (void)op; (void)i; return ORT_FLOAT; }
+static int get_output_type(const OrtCustomOp* op, size_t i) { (void)op; return i ? ORT_UINT8 : ORT_FLOAT; }
 static size_t get_output_count(const OrtCustomOp* op) { (void)op; return 1; }
+static size_t get_quantized_output_count(const OrtCustomOp* op) { (void)op; return 3; }  // and the rounded keys and values
 static int get_zero(const OrtCustomOp* op, size_t i) { (void)op; (void)i; return 0; }  // required; default memory
 static int get_one(const OrtCustomOp* op) { (void)op; return 1; }
 
-static const OrtCustomOp paged_attention = {
-    .version = ORT_API_USED,
-    .GetName = get_name,
-    .GetExecutionProviderType = get_provider,
-    .GetInputType = get_input_type,
-    .GetInputTypeCount = get_input_count,
-    .GetOutputType = get_output_type,
-    .GetOutputTypeCount = get_output_count,
-    .KernelDestroy = destroy_kernel,
-    .GetInputCharacteristic = get_zero,
-    .GetOutputCharacteristic = get_zero,
-    .GetInputMemoryType = get_zero,
-    .GetVariadicInputMinArity = get_one,
-    .GetVariadicInputHomogeneity = get_one,
-    .GetVariadicOutputMinArity = get_one,
-    .GetVariadicOutputHomogeneity = get_one,
-    .CreateKernelV2 = create_kernel,
-    .KernelComputeV2 = compute,
+#define OPERATOR(name, num_outputs) { \
+    .version = ORT_API_USED, \
+    .GetName = name, \
+    .GetExecutionProviderType = get_provider, \
+    .GetInputType = get_input_type, \
+    .GetInputTypeCount = get_input_count, \
+    .GetOutputType = get_output_type, \
+    .GetOutputTypeCount = num_outputs, \
+    .KernelDestroy = destroy_kernel, \
+    .GetInputCharacteristic = get_zero, \
+    .GetOutputCharacteristic = get_zero, \
+    .GetInputMemoryType = get_zero, \
+    .GetVariadicInputMinArity = get_one, \
+    .GetVariadicInputHomogeneity = get_one, \
+    .GetVariadicOutputMinArity = get_one, \
+    .GetVariadicOutputHomogeneity = get_one, \
+    .CreateKernelV2 = create_kernel, \
+    .KernelComputeV2 = compute, \
+  }
+
+static const OrtCustomOp operators[] = {
+    OPERATOR(get_name, get_output_count),
+    OPERATOR(get_quantized_name, get_quantized_output_count),
 };
 
 // ONNX Runtime calls this for each session that registers the library. The domain is shared by all of them, since it
@@ -965,7 +1151,8 @@ __attribute__((visibility("default"))) OrtStatus* RegisterCustomOps(OrtSessionOp
   OrtCustomOpDomain* domain = atomic_load(&shared_domain);
   if (!domain) {
     OrtStatus* status = CALL(api, API_CREATE_CUSTOM_OP_DOMAIN, OrtStatus*, const char*, OrtCustomOpDomain**)("llm_runtime", &domain);
-    if (!status) status = CALL(api, API_CUSTOM_OP_DOMAIN_ADD, OrtStatus*, OrtCustomOpDomain*, const OrtCustomOp*)(domain, &paged_attention);
+    for (size_t i = 0; i < sizeof operators / sizeof *operators && !status; i++)
+      status = CALL(api, API_CUSTOM_OP_DOMAIN_ADD, OrtStatus*, OrtCustomOpDomain*, const OrtCustomOp*)(domain, &operators[i]);
     if (status) return status;
     OrtCustomOpDomain* other = NULL;
     if (!atomic_compare_exchange_strong(&shared_domain, &other, domain)) domain = other;  // another session was first
