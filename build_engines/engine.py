@@ -1,4 +1,4 @@
-"""From an open checkpoint to an engine directory: weights in one file and two graphs over it for ONNX Runtime, or a plan for
+"""From an open checkpoint to an engine directory: weights in one file and graphs over it for ONNX Runtime, or a plan for
 TensorRT; tokenizer, engine.json."""
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Literal, cast
+from typing import cast
 
 import numpy as np
 import onnx_ir as ir
@@ -23,6 +23,7 @@ from build_engines.graph.linear import FloatLinear, IntegerRowLinear, Linear, ma
 from build_engines.graph.numerics import Numerics
 from llm_runtime.manifest import (
     EngineManifest,
+    GraphName,
     Limits,
     ModelFacts,
     Plan,
@@ -80,7 +81,7 @@ def write_engine(checkpoint: Checkpoint, folder: Path, options: EngineOptions, p
     decoder = Decoder(checkpoint, head, embedding, numerics)
     precision = _precision(decoder.linear_facts, checkpoint.source.quantization, numerics, lm_head, embedding)
     progress(0.2)
-    graphs: dict[Literal["standard", "fused"], str] = {}
+    graphs: dict[GraphName, str] = {}
     plan: Plan | None = None
     if numerics.is_tensorrt:
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".graph-") as scratch:
@@ -95,7 +96,12 @@ def write_engine(checkpoint: Checkpoint, folder: Path, options: EngineOptions, p
                 lambda fraction: progress(0.3 + 0.6 * fraction),
             )
     else:
-        graphs = {"standard": "graph.onnx", "fused": "graph.fused.onnx"}
+        graphs = {
+            "standard": "graph.onnx",
+            "fused": "graph.fused.onnx",
+            "fused_int8": "graph.fused.int8.onnx",
+            "fused_fp8": "graph.fused.fp8.onnx",
+        }
         _write_graphs(decoder, folder, options, graphs)
     for path in checkpoint.tokenizer_files:
         shutil.copy2(path, folder / path.name)
@@ -119,14 +125,12 @@ def write_engine(checkpoint: Checkpoint, folder: Path, options: EngineOptions, p
     return manifest
 
 
-def _write_graphs(
-    decoder: Decoder, folder: Path, options: EngineOptions, graphs: dict[Literal["standard", "fused"], str]
-) -> None:
+def _write_graphs(decoder: Decoder, folder: Path, options: EngineOptions, graphs: dict[GraphName, str]) -> None:
     """All weights in one file, and graphs that refer to it."""
     external = convert_tensors_to_external(list(decoder.tensors().values()), folder, "weights.bin")
     weights = {str(tensor.name): cast(ir.TensorProtocol, tensor) for tensor in external}
     for kind, file_name in graphs.items():
-        model = decoder.build(weights, fused=kind == "fused", page_size=options.page_size, name=options.name)
+        model = decoder.build(weights, kind=kind, page_size=options.page_size, name=options.name)
         ir.save(model, folder / file_name)
 
 

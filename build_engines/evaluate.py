@@ -9,7 +9,7 @@ import hashlib
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
@@ -23,6 +23,7 @@ from build_engines.build import BuildOptions, Report, Say, build
 from build_engines.compile import gpu_at_hand
 from build_engines.errors import BuildError
 from build_engines.targets import Wanted
+from llm_runtime.errors import ConfigError
 from llm_runtime.executors.base import Executor, Row
 from llm_runtime.manifest import (
     MANIFEST_NAME,
@@ -40,6 +41,7 @@ NUM_WINDOWS = 8
 CHUNK = 128  # tokens whose logits are held at a time: a vocabulary of 262,144 makes each a megabyte
 
 MatmulAccuracy = Literal["int8", "fp32"]
+PageChoice = Literal["auto", "int8", "fp8"]
 
 
 class HeldOut:
@@ -88,6 +90,7 @@ class Conditions:
     skip_windows: int = 0
     matmul_accuracy: MatmulAccuracy = "int8"
     num_threads: int = 0
+    kv_cache_dtype: PageChoice = "auto"  # of the engines, not of what they are compared with
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,11 @@ class Subject:
     folder: Path
     manifest: EngineManifest
     windows: list[list[int]] = field(repr=False)
+
+    @property
+    def what_runs(self) -> tuple[Path, str]:
+        """Subjects of which this is the same are one."""
+        return self.folder, self.manifest.precision.kv_cache
 
 
 @dataclass(frozen=True)
@@ -154,6 +162,7 @@ def open_subject(folder: Path, conditions: Conditions) -> Subject:
     if manifest.limits.max_context < WINDOW:
         raise BuildError(f"{folder}: made for up to {manifest.limits.max_context} tokens; a window has {WINDOW}")
     check_files(folder, manifest)
+    manifest = _with_pages(folder, manifest, conditions)
     bos = manifest.model.bos_token_id
     windows = conditions.text.windows(folder / "tokenizer.json", bos, conditions.num_windows, conditions.skip_windows)
     return Subject(folder, manifest, windows)
@@ -174,20 +183,20 @@ def measure(
     windows, chunk = everyone[0].windows, min(_chunk(subject.manifest) for subject in everyone)
     sums = [_Sums() for _ in subjects]
     with ExitStack() as stack:
-        executors: dict[Path, Executor] = {}
+        executors: dict[tuple[Path, str], Executor] = {}
         for subject in everyone:
-            if subject.folder not in executors:
-                executors[subject.folder] = _open(subject, conditions)
-                stack.callback(executors[subject.folder].close)
+            if subject.what_runs not in executors:
+                executors[subject.what_runs] = _open(subject, conditions)
+                stack.callback(executors[subject.what_runs].close)
         progress(0.0)
         for done, ids in enumerate(windows):
             for start in range(0, len(ids) - 1, chunk):
                 tokens = ids[start : min(start + chunk, len(ids) - 1)]
                 targets = np.array(ids[start + 1 : start + 1 + len(tokens)])
-                expected = _Predictions(executors[reference.folder], tokens, start) if reference else None
+                expected = _Predictions(executors[reference.what_runs], tokens, start) if reference else None
                 for subject, subject_sums in zip(subjects, sums, strict=True):
-                    is_reference = reference is not None and subject.folder == reference.folder
-                    own = None if is_reference else _Predictions(executors[subject.folder], tokens, start)
+                    is_reference = reference is not None and subject.what_runs == reference.what_runs
+                    own = None if is_reference else _Predictions(executors[subject.what_runs], tokens, start)
                     subject_sums.add(own or expected, expected, targets)  # type: ignore[arg-type]
                 progress((done + (start + len(tokens)) / len(ids)) / len(windows))
     progress(1.0)
@@ -253,6 +262,7 @@ def quality(scores: Scores, measured: EngineManifest, conditions: Conditions) ->
         skip_windows=conditions.skip_windows,
         runtime=measured.runtime,
         matmul_accuracy=conditions.matmul_accuracy if measured.runtime == "onnxruntime" else None,
+        kv_cache=measured.precision.kv_cache,
         **vars(scores),
     )
 
@@ -286,6 +296,18 @@ def _open(subject: Subject, conditions: Conditions) -> Executor:
     return open_executor(subject.folder, subject.manifest, parameters, -(-WINDOW // subject.manifest.limits.page_size))
 
 
+def _with_pages(folder: Path, manifest: EngineManifest, conditions: Conditions) -> EngineManifest:
+    from llm_runtime.config import Parameters, with_chosen_cache
+
+    if conditions.kv_cache_dtype == "auto":
+        return manifest
+    try:
+        parameters = Parameters(engine_dir=str(folder), kv_cache_dtype=conditions.kv_cache_dtype)  # type: ignore[call-arg]
+        return with_chosen_cache(parameters, manifest)
+    except ConfigError as error:
+        raise BuildError(f"--kv-cache-dtype: {folder}: {str(error).removeprefix('config.pbtxt: ')}") from error
+
+
 def _chunk(manifest: EngineManifest) -> int:
     """Tokens whose logits one call may return."""
     largest = manifest.plan and manifest.plan.prefill
@@ -305,6 +327,7 @@ def _reference(
     group: Sequence[Subject], wanted: str | None, scratch: Path, conditions: Conditions, report: Report, say: Say
 ) -> tuple[str | None, Subject | None]:
     """What to compare with, by its name and opened; (None, None): nothing."""
+    conditions = replace(conditions, kv_cache_dtype="auto")
     if wanted is not None and (Path(wanted) / MANIFEST_NAME).is_file():
         subject = open_subject(Path(wanted), conditions)
         if not _is_unquantized(subject.manifest):
@@ -316,7 +339,7 @@ def _reference(
         return wanted, _built_reference(wanted, None, scratch, conditions, report)
     for subject in group:
         if _is_unquantized(subject.manifest):
-            return str(subject.folder), subject
+            return str(subject.folder), replace(subject, manifest=read_manifest(subject.folder))
     source = group[0].manifest.source
     names = ", ".join(str(subject.folder) for subject in group)
     if source.format == "modelopt":

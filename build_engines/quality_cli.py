@@ -25,6 +25,7 @@ from build_engines.evaluate import (
     Evaluated,
     HeldOut,
     MatmulAccuracy,
+    PageChoice,
     evaluate,
     quality,
     write_quality,
@@ -41,6 +42,12 @@ class MatmulName(str, Enum):
     fp32 = "fp32"
 
 
+class PageName(str, Enum):
+    auto = "auto"
+    int8 = "int8"
+    fp8 = "fp8"
+
+
 TextOption = Annotated[Path, typer.Option(help="Held-out UTF-8 text: not what the weights were calibrated on.")]
 CalibrationOption = Annotated[
     Path | None, typer.Option(help="Text that the weights are calibrated on; default: the small built-in one.")
@@ -48,6 +55,7 @@ CalibrationOption = Annotated[
 WindowsOption = Annotated[int, typer.Option("--windows", help=f"Windows of {WINDOW} tokens to read.", min=1)]
 SkipOption = Annotated[int, typer.Option(help="Windows at the start of the text to leave out.", min=0)]
 MatmulOption = Annotated[MatmulName, typer.Option(help="Activations beside INT4 weights on onnxruntime, as in config.pbtxt.")]
+PagesOption = Annotated[PageName, typer.Option(help="What KV pages hold on onnxruntime, as in config.pbtxt.")]
 ThreadsOption = Annotated[int, typer.Option(help="Threads of onnxruntime; 0: one a core.", min=0)]
 
 
@@ -62,6 +70,7 @@ def evaluate_command(
     skip_windows: SkipOption = 0,
     calibration: CalibrationOption = None,
     matmul_accuracy: MatmulOption = MatmulName.int8,
+    kv_cache_dtype: PagesOption = PageName.auto,
     threads: ThreadsOption = 0,
     json_file: Annotated[Path | None, typer.Option("--json", help="File for the figures and their conditions.")] = None,
 ) -> None:
@@ -70,7 +79,8 @@ def evaluate_command(
         if json_file is not None and not json_file.parent.is_dir():
             raise BuildError(f"--json {json_file}: there is no folder {json_file.parent}")
         accuracy = cast(MatmulAccuracy, matmul_accuracy.value)
-        conditions = Conditions(HeldOut(text, calibration), windows, skip_windows, accuracy, threads)
+        pages = cast(PageChoice, kv_cache_dtype.value)
+        conditions = Conditions(HeldOut(text, calibration), windows, skip_windows, accuracy, threads, pages)
         with progress_bars() as report:
             results = evaluate(folders, conditions, reference, report, _say)
         Console().print(_engines_table(results, conditions))
@@ -203,6 +213,7 @@ def _as_json(results: list[Evaluated], conditions: Conditions) -> dict[str, Any]
         "window": WINDOW,
         "skip_windows": conditions.skip_windows,
         "matmul_accuracy": conditions.matmul_accuracy,
+        "kv_cache_dtype": conditions.kv_cache_dtype,
         "threads": conditions.num_threads,
         "versions": installed_versions(VERSIONS),
         "engines": engines,

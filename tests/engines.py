@@ -18,7 +18,7 @@ from build_engines.quantize import Recipe
 from build_engines.targets import Wanted
 from llm_runtime.executors.base import Row
 from llm_runtime.executors.ort import OrtExecutor, OrtOptions
-from llm_runtime.manifest import read_manifest
+from llm_runtime.manifest import CacheName, read_manifest
 from tests.tiny_models import make_tiny_model
 
 PAGE_SIZE = 8
@@ -81,10 +81,12 @@ class EngineShelf:
         return folder
 
 
-def load_executor(folder: Path, *, attention: str = "auto", num_pages: int = 64, num_threads: int = 2) -> OrtExecutor:
+def load_executor(
+    folder: Path, *, attention: str = "auto", num_pages: int = 64, num_threads: int = 2, kv_cache: CacheName = "fp32"
+) -> OrtExecutor:
     """With activations in float32, so that only the weights' precision differs from a reference."""
     options = OrtOptions(num_threads=num_threads, matmul_accuracy=1, attention=attention)
-    return OrtExecutor(folder, read_manifest(folder), num_pages, options)
+    return OrtExecutor(folder, read_manifest(folder).with_kv_cache(kv_cache), num_pages, options)
 
 
 def reference_model(checkpoint: Path) -> Any:
@@ -127,12 +129,28 @@ def _as_seen(weights: QuantizedWeights, x: Any) -> Any:
     return (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
 
 
-def reference_logprobs(model: Any, ids: list[int]) -> NDArray[np.float32]:
-    """Natural log-probabilities [tokens, vocab] after each token."""
+def reference_logprobs(model: Any, ids: list[int], kv_cache: CacheName = "fp32") -> NDArray[np.float32]:
+    """Natural log-probabilities [tokens, vocab] after each token, of keys and values rounded as pages of `kv_cache` round."""
+    import torch
+    from transformers import DynamicCache
+
+    class Rounding(DynamicCache):
+        def update(self, keys, values, *arguments, **named):  # type: ignore[no-untyped-def]
+            return super().update(*(_rounded(x, kv_cache) for x in (keys, values)), *arguments, **named)
+
+    cache = Rounding(config=model.config)
+    with torch.no_grad():
+        return torch.log_softmax(model(torch.tensor([ids]), past_key_values=cache, use_cache=True).logits[0], -1).numpy()
+
+
+def _rounded(x: Any, kv_cache: CacheName) -> Any:
+    """[..., head_dim], each head by a scale of its own."""
     import torch
 
-    with torch.no_grad():
-        return torch.log_softmax(model(torch.tensor([ids])).logits[0], -1).numpy()
+    if kv_cache == "fp32":
+        return x
+    scale = x.abs().amax(-1, keepdim=True) / (127 if kv_cache == "int8" else 448)
+    return (x / scale).round() * scale if kv_cache == "int8" else (x / scale).to(torch.float8_e4m3fn).float() * scale
 
 
 def log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:

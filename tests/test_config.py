@@ -6,9 +6,17 @@ import pytest
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
-from llm_runtime.config import Parameters, PinnedPrefix, check_prefixes, read_parameters, resolve_engine_dir, size_cache
+from llm_runtime.config import (
+    Parameters,
+    PinnedPrefix,
+    check_prefixes,
+    read_parameters,
+    resolve_engine_dir,
+    size_cache,
+    with_chosen_cache,
+)
 from llm_runtime.errors import ConfigError
-from tests.manifests import make_manifest
+from tests.manifests import make_manifest, make_plan, with_plan
 
 CONFIG = Path(__file__).parents[1] / "model_repository" / "llm" / "config.pbtxt"
 
@@ -82,6 +90,23 @@ def test_the_pool_is_sized_from_memory_and_bounds_the_context():
     assert pages == 2**20 // page
     assert context == min(4096, pages * 16)
     assert size_cache(Parameters(engine_dir="x", kv_cache_memory_mb=1, max_context=100), manifest) == (pages, 100)
+
+
+def test_quantized_pages_hold_a_scale_with_each_head_and_more_tokens():
+    manifest = make_manifest(num_layers=2, num_kv_heads=2, head_dim=64, page_size=16, max_context=4096)
+    assert with_chosen_cache(Parameters(engine_dir="x"), manifest) is manifest
+    chosen = with_chosen_cache(Parameters(engine_dir="x", kv_cache_dtype="int8"), manifest)
+    assert (chosen.precision.kv_cache, chosen.page_bytes) == ("int8", 2 * 2 * 2 * 16 * (64 + 4))
+    assert size_cache(Parameters(engine_dir="x", kv_cache_memory_mb=1), chosen)[0] == 120
+
+
+def test_pages_that_an_engine_cannot_have_are_refused():
+    plan = with_plan(make_manifest(), make_plan(), kv_cache="fp8")
+    assert with_chosen_cache(Parameters(engine_dir="x", kv_cache_dtype="fp8"), plan) is plan
+    with pytest.raises(ConfigError, match="kv_cache_dtype int8: test keeps fp8, which is in its plan; set auto"):
+        with_chosen_cache(Parameters(engine_dir="x", kv_cache_dtype="int8"), plan)
+    with pytest.raises(ConfigError, match="kv_cache_dtype fp8 needs the fused kernel; set attention auto or fused"):
+        with_chosen_cache(Parameters(engine_dir="x", kv_cache_dtype="fp8", attention="standard"), make_manifest())
 
 
 def test_a_pool_too_small_for_the_context_asked_for_names_sizes_and_knobs():

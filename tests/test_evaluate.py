@@ -118,6 +118,20 @@ def test_an_engine_against_itself(shelf: EngineShelf, text: Path, tmp_path: Path
         assert scores.perplexity == scores.reference_perplexity
 
 
+def test_quantized_pages_are_measured_against_the_engine_with_its_own(shelf: EngineShelf, text: Path, tmp_path: Path) -> None:
+    folder = copy(shelf.engine("llama"), tmp_path / "engine")
+    result = run("evaluate", folder, "--text", text, "--windows", 1, "--kv-cache-dtype", "fp8", "--threads", 1)
+    assert result.exit_code == 0, result.output
+    figures = read_manifest(folder).quality
+    assert figures is not None
+    assert figures.kv_cache == "fp8"
+    window = [BOS, *tokens(shelf.checkpoint("llama"), text)[:WINDOW]]
+    expected = reference_logprobs(reference_model(shelf.checkpoint("llama")), window[:-1], "fp8").astype(np.float64)
+    loss = -expected[np.arange(WINDOW), np.array(window[1:])].mean()
+    assert figures.perplexity == pytest.approx(np.exp(loss), rel=1e-3)
+    assert 0 < figures.kl_divergence < 0.01  # type: ignore[operator]
+
+
 def test_never_more_than_a_chunk_of_logits(shelf: EngineShelf, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     num_logits: list[int] = []
     execute = OrtExecutor.execute

@@ -1,8 +1,8 @@
 """The laws on real engines: alone = in a batch = chunked = prefix-cached = preempted = speculated, token for token.
 
 Kernels may sum in another order at another batch size, so a difference is allowed where the two candidates' log-probabilities
-lie within a bound of each other, and only there. Where activations are rounded to int8 (the default beside INT4 weights), a sum
-that differs in its last bit may round to another integer, so the bound is wider.
+lie within a bound of each other, and only there. Where activations are rounded to int8 (the default beside INT4 weights), or
+keys and values to int8 or fp8, a sum that differs in its last bit may round to another step, so the bound is wider.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from llm_runtime.engine import Engine, EngineConfig
 from llm_runtime.executors.ort import OrtExecutor, OrtOptions
-from llm_runtime.manifest import read_manifest
+from llm_runtime.manifest import CacheName, read_manifest
 from llm_runtime.types import GenerationRequest, SamplingParams, TokenLogprob
 from tests.test_speculation import Guesser
 from tests.tiny_models import VOCAB_SIZE
@@ -24,13 +24,15 @@ INT8_TIE = 0.05
 OUTPUT = 24
 
 engines = pytest.mark.parametrize(
-    ("family", "precision", "lm_head", "accuracy", "tie"),
+    ("family", "precision", "lm_head", "accuracy", "kv_cache", "tie"),
     [
-        ("llama", "fp32", "fp32", 1, FLOAT_TIE),
-        ("gemma3", "fp32", "fp32", 1, FLOAT_TIE),
-        ("mistral", "int4", "fp32", 1, FLOAT_TIE),
-        ("qwen3", "int4", "int8", 4, INT8_TIE),
-        ("gemma3", "int4", "int8", 4, INT8_TIE),
+        ("llama", "fp32", "fp32", 1, "fp32", FLOAT_TIE),
+        ("gemma3", "fp32", "fp32", 1, "fp32", FLOAT_TIE),
+        ("mistral", "int4", "fp32", 1, "fp32", FLOAT_TIE),
+        ("qwen3", "int4", "int8", 4, "fp32", INT8_TIE),
+        ("gemma3", "int4", "int8", 4, "fp32", INT8_TIE),
+        ("llama", "fp32", "fp32", 1, "int8", INT8_TIE),
+        ("gemma3", "fp32", "fp32", 1, "fp8", INT8_TIE),
     ],
 )
 
@@ -38,9 +40,9 @@ engines = pytest.mark.parametrize(
 class Loaded:
     """An engine on disk, run with any limits."""
 
-    def __init__(self, folder, accuracy: int) -> None:
+    def __init__(self, folder, accuracy: int, kv_cache: CacheName) -> None:
         self.folder = folder
-        self.manifest = read_manifest(folder)
+        self.manifest = read_manifest(folder).with_kv_cache(kv_cache)
         self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         self.options = OrtOptions(num_threads=2, matmul_accuracy=accuracy)
 
@@ -89,8 +91,8 @@ class Loaded:
 
 
 @pytest.fixture
-def loaded(shelf, family, precision, lm_head, accuracy):
-    return Loaded(shelf.engine(family, precision=precision, lm_head=lm_head), accuracy)
+def loaded(shelf, family, precision, lm_head, accuracy, kv_cache):
+    return Loaded(shelf.engine(family, precision=precision, lm_head=lm_head), accuracy, kv_cache)
 
 
 def make_prompts(seed: int, count: int = 6) -> list[tuple[int, ...]]:

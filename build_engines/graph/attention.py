@@ -1,8 +1,8 @@
 """Attention over the KV pages: the one layer where targets differ, behind the same inputs and outputs.
 
-An attention is called once a layer with query [T, heads*dim], key and value [T, kv_heads*dim] (rotated, and as they go into the
-pages) and returns [T, heads*dim]. It sees its row's past tokens in the pages and the row's own tokens up to itself, at most
-`window` back where the layer has a window.
+An attention is called once a layer with query [T, heads*dim], key and value [T, kv_heads*dim] (rotated) and returns [T,
+heads*dim], and key and value as they go into the pages. It sees its row's past tokens in the pages and the row's own tokens up
+to itself, at most `window` back where the layer has a window.
 """
 
 from __future__ import annotations
@@ -18,10 +18,13 @@ from build_engines.checkpoint.types import DecoderConfig
 from build_engines.graph.io import GraphInputs
 from build_engines.graph.numerics import NUMPY_TYPES, Numerics
 from build_engines.graph.ops import KERNEL_DOMAIN, GraphBuilder
+from llm_runtime.manifest import CacheName
 
 
 class Attention(Protocol):
-    def __call__(self, b: GraphBuilder, layer: int, query: ir.Value, key: ir.Value, value: ir.Value) -> ir.Value: ...
+    def __call__(
+        self, b: GraphBuilder, layer: int, query: ir.Value, key: ir.Value, value: ir.Value
+    ) -> tuple[ir.Value, ir.Value, ir.Value]: ...
 
 
 class Cache:
@@ -49,17 +52,23 @@ class Cache:
         return b.const(self._scales[layer][part], NUMPY_TYPES[self._numerics.compute])
 
 
-class FusedAttention:
-    """`llm_runtime::PagedAttention`: a kernel that reads pages where they lie."""
+FORMATS = {"int8": 1, "fp8": 2}  # of QuantizedPagedAttention
 
-    def __init__(self, config: DecoderConfig, inputs: GraphInputs) -> None:
+
+class FusedAttention:
+    """`llm_runtime::PagedAttention`: a kernel that reads pages where they lie. Quantized pages have one of their own, which
+    rounds keys and values itself, each head of each token by a scale of its own, and reads back what it rounded them to."""
+
+    def __init__(self, config: DecoderConfig, inputs: GraphInputs, cache: CacheName) -> None:
         self._config = config
         self._inputs = inputs
+        self._cache = cache
 
-    def __call__(self, b: GraphBuilder, layer: int, query: ir.Value, key: ir.Value, value: ir.Value) -> ir.Value:
+    def __call__(
+        self, b: GraphBuilder, layer: int, query: ir.Value, key: ir.Value, value: ir.Value
+    ) -> tuple[ir.Value, ir.Value, ir.Value]:
         config, inputs = self._config, self._inputs
-        return b.op(
-            "PagedAttention",
+        arguments = (
             query,
             key,
             value,
@@ -68,12 +77,20 @@ class FusedAttention:
             inputs["row_starts"],
             inputs["past_lengths"],
             inputs["page_table"],
-            domain=KERNEL_DOMAIN,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            scale=config.attention_scale,
-            window=config.layer_windows[layer],
         )
+        attributes: dict[str, object] = {
+            "num_heads": config.num_heads,
+            "num_kv_heads": config.num_kv_heads,
+            "scale": config.attention_scale,
+            "window": config.layer_windows[layer],
+        }
+        if self._cache == "fp32":
+            return b.op("PagedAttention", *arguments, domain=KERNEL_DOMAIN, **attributes), key, value
+        attributes["format"] = FORMATS[self._cache]
+        attended, kept_key, kept_value = b.ops(
+            "QuantizedPagedAttention", *arguments, num_outputs=3, domain=KERNEL_DOMAIN, **attributes
+        )
+        return attended, kept_key, kept_value
 
 
 class StandardAttention:
@@ -89,9 +106,12 @@ class StandardAttention:
         self._cache = cache
         self._tables: dict[int, tuple[ir.Value, ir.Value]] = {}
 
-    def __call__(self, b: GraphBuilder, layer: int, query: ir.Value, key: ir.Value, value: ir.Value) -> ir.Value:
+    def __call__(
+        self, b: GraphBuilder, layer: int, query: ir.Value, key: ir.Value, value: ir.Value
+    ) -> tuple[ir.Value, ir.Value, ir.Value]:
         config, inputs = self._config, self._inputs
         window = config.layer_windows[layer]
+        kept_key, kept_value = self._cache.store(b, layer, 0, key), self._cache.store(b, layer, 1, value)
         if window not in self._tables:
             self._tables[window] = self._table_and_mask(b, window)
         table, mask = self._tables[window]
@@ -99,7 +119,7 @@ class StandardAttention:
         # on what is gathered.
         keys, key, values, value = (
             self._cache.load(b, layer, part, kept)
-            for part, parts in enumerate(((inputs.key_pages[layer], key), (inputs.value_pages[layer], value)))
+            for part, parts in enumerate(((inputs.key_pages[layer], kept_key), (inputs.value_pages[layer], kept_value)))
             for kept in parts
         )
         output = b.op(
@@ -113,7 +133,7 @@ class StandardAttention:
             scale=config.attention_scale,
         )
         tokens = b.op("Reshape", output, b.const([-1, config.num_heads * config.head_dim]))
-        return b.op("Gather", tokens, inputs["token_slots"])
+        return b.op("Gather", tokens, inputs["token_slots"]), kept_key, kept_value
 
     def _past_and_new(self, b: GraphBuilder, pages: ir.Value, table: ir.Value, new: ir.Value) -> ir.Value:
         """[B, P*page_size + M, kv_heads*dim]"""

@@ -14,6 +14,7 @@ from build_engines.graph.layers import Rotary, gated_mlp, head_norm, make_rotary
 from build_engines.graph.linear import Linear, make_fused_linear, make_linear
 from build_engines.graph.numerics import NUMPY_TYPES, Numerics
 from build_engines.graph.ops import GraphBuilder
+from llm_runtime.manifest import QUANTIZED_GRAPHS, SCALE_BYTES, GraphName
 
 EMBEDDING = "model.embed_tokens"
 
@@ -68,34 +69,35 @@ class Decoder:
         linears = [self.head] + [part for layer in self.layers for part in (layer.qkv, layer.output, layer.gate_up, layer.down)]
         return self._tensors | {name: tensor for linear in linears for name, tensor in linear.tensors().items()}
 
-    def build(self, weights: dict[str, ir.TensorProtocol], *, fused: bool, page_size: int, name: str) -> ir.Model:
+    def build(self, weights: dict[str, ir.TensorProtocol], *, kind: GraphName, page_size: int, name: str) -> ir.Model:
         """The graph over `weights` (what `tensors` gave, possibly moved to a file)."""
         config = self.config
         b = GraphBuilder(weights, self.numerics.compute_type)
-        page_shape = ("N", page_size, config.num_kv_heads, config.head_dim)
-        page_type = self.numerics.cache_type
+        quantized = QUANTIZED_GRAPHS.get(kind)  # its pages hold bytes: a scale and the values of each head
+        page_type = ir.DataType.UINT8 if quantized else self.numerics.cache_type
+        head = (config.num_kv_heads, config.head_dim + (SCALE_BYTES if quantized else 0))
+        fused = kind != "standard"
+        page_shape = ("N", page_size, *head)
         inputs = declare_inputs(b, fused=fused, num_layers=config.num_layers, page_shape=page_shape, page_type=page_type)
-        cache = Cache(self.numerics, self._cache_scales)
-        attention: Attention = FusedAttention(config, inputs) if fused else StandardAttention(config, inputs, page_size, cache)
+        attention: Attention
+        if fused:
+            attention = FusedAttention(config, inputs, quantized or "fp32")
+        else:
+            attention = StandardAttention(config, inputs, page_size, Cache(self.numerics, self._cache_scales))
         rotaries = self._rotaries(b, inputs)
         hidden = self._embed(b, inputs["input_ids"])
         new: list[ir.Value] = []
         for index, layer in enumerate(self.layers):
-            hidden, key, value = self._layer(b, index, layer, hidden, rotaries[index], attention, cache)
+            hidden, key, value = self._layer(b, index, layer, hidden, rotaries[index], attention)
             new += [key, value]
         last = b.op("Gather", hidden, inputs["logit_positions"])
         logits = b.to_float32(self.head(b, rms_norm(b, last, "model.norm.weight", config.rms_norm_eps)))
-        new_shape = [config.num_layers, 2, -1, config.num_kv_heads, config.head_dim]
+        new_shape = [config.num_layers, 2, -1, *head]
         new_keys_values = b.op("Reshape", b.op("Concat", *new, axis=0), b.const(new_shape))
         return b.finish(
             [
                 ("logits", logits, FLOAT, ("L", config.vocab_size)),
-                (
-                    "new_keys_values",
-                    new_keys_values,
-                    page_type,
-                    (config.num_layers, 2, "T", config.num_kv_heads, config.head_dim),
-                ),
+                ("new_keys_values", new_keys_values, page_type, (config.num_layers, 2, "T", *head)),
             ],
             name,
         )
@@ -129,9 +131,8 @@ class Decoder:
         hidden: ir.Value,
         rotary: Rotary,
         attention: Attention,
-        cache: Cache,
     ) -> tuple[ir.Value, ir.Value, ir.Value]:
-        """(hidden after the layer [T, hidden]; rotated key and value [T, kv_heads*dim] as they are kept in pages)"""
+        """(hidden after the layer [T, hidden]; rotated key and value [T, ...] as they are kept in pages)"""
         config, eps = self.config, self.config.rms_norm_eps
         qkv = layer.qkv(b, rms_norm(b, hidden, f"{layer.prefix}.input_layernorm.weight", eps))
         query, key, value = b.ops(
@@ -141,8 +142,8 @@ class Decoder:
             query = head_norm(b, query, f"{layer.prefix}.self_attn.q_norm.weight", config.num_heads, config)
             key = head_norm(b, key, f"{layer.prefix}.self_attn.k_norm.weight", config.num_kv_heads, config)
         query, key = rotary(b, query, config.num_heads), rotary(b, key, config.num_kv_heads)
-        key, value = cache.store(b, index, 0, key), cache.store(b, index, 1, value)
-        attended = layer.output(b, attention(b, index, query, key, value))
+        attended, key, value = attention(b, index, query, key, value)
+        attended = layer.output(b, attended)
         if config.post_norms:
             attended = rms_norm(b, attended, f"{layer.prefix}.post_attention_layernorm.weight", eps)
         hidden = b.op("Add", hidden, attended)

@@ -57,6 +57,9 @@ class Parameters(BaseModel):
         "paged",
         description="paged: pages as a sequence grows; static: a region of max_context tokens for each of max_sequences",
     )
+    kv_cache_dtype: Literal["auto", "int8", "fp8"] = Field(
+        "auto", description="what KV pages hold; auto: as the engine was built; int8, fp8: a quarter of fp32's memory, rounded"
+    )
     prefix_caching: bool = Field(True, description="keep pages of finished prompts for later ones that start the same")
     pinned_prefixes: Annotated[tuple[PinnedPrefix, ...], BeforeValidator(_read_prefixes)] = Field(
         (), description='JSON list of texts, or of {"text": ..., "cache_salt": ...}, computed at load and kept'
@@ -103,6 +106,21 @@ def _expand(key: str, text: str) -> str:
         return os.environ[name]
 
     return re.sub(r"\$\{(\w+)\}", value, text)
+
+
+def with_chosen_cache(parameters: Parameters, manifest: EngineManifest) -> EngineManifest:
+    """The engine with the pages that `kv_cache_dtype` asks for. Raises ConfigError where it cannot have them."""
+    wanted = parameters.kv_cache_dtype
+    if wanted == "auto" or manifest.precision.kv_cache == wanted:
+        return manifest
+    if manifest.runtime != "onnxruntime":
+        raise ConfigError(
+            f"config.pbtxt: kv_cache_dtype {wanted}: {manifest.name} keeps {manifest.precision.kv_cache}, which is in its "
+            "plan; set auto, or build with --kv-cache fp8"
+        )
+    if parameters.attention == "standard":
+        raise ConfigError(f"config.pbtxt: kv_cache_dtype {wanted} needs the fused kernel; set attention auto or fused")
+    return manifest.with_kv_cache(wanted)
 
 
 def resolve_engine_dir(engine_dir: str, model_folder: Path) -> Path:

@@ -39,8 +39,11 @@ class ModelFacts(_Strict):
 
 Runtime = Literal["onnxruntime", "tensorrt", "tensorrt-rtx"]
 FloatName = Literal["fp32", "fp16", "bf16"]
-CacheName = Literal["fp32", "fp16", "bf16", "fp8"]
-BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
+CacheName = Literal["fp32", "fp16", "bf16", "fp8", "int8"]
+BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1, "int8": 1}
+GraphName = Literal["standard", "fused", "fused_int8", "fused_fp8"]  # how attention runs and, quantized, what pages hold
+QUANTIZED_GRAPHS: dict[GraphName, CacheName] = {"fused_int8": "int8", "fused_fp8": "fp8"}
+SCALE_BYTES = 4  # of each head of each token, in those graphs' pages
 
 
 class Precision(_Strict):
@@ -82,6 +85,7 @@ class Quality(_Strict):
     skip_windows: int = Field(default=0, ge=0)  # of the text, before the first one that was read
     runtime: Runtime  # what ran the weights: where the engine itself could not run, another one that was made of them
     matmul_accuracy: Literal["int8", "fp32"] | None = None  # of onnxruntime: as in config.pbtxt
+    kv_cache: CacheName | None = None  # what pages held; None: not said by the builder of the time
     perplexity: float
     reference_perplexity: float | None = None
     top1_agreement: float | None = Field(default=None, ge=0, le=1)  # part of the tokens that both think likeliest
@@ -121,7 +125,7 @@ class EngineManifest(_Strict):
     model: ModelFacts
     precision: Precision
     limits: Limits
-    graphs: dict[Literal["standard", "fused"], str] = {}  # of onnxruntime: file names
+    graphs: dict[GraphName, str] = {}  # of onnxruntime: file names
     plan: Plan | None = None  # of tensorrt and tensorrt-rtx
     files: dict[str, str]  # every file of the engine: name -> sha256
     source: Source
@@ -137,10 +141,19 @@ class EngineManifest(_Strict):
         return self
 
     @property
+    def head_bytes(self) -> int:
+        """Bytes of one head of one token in a page. TensorRT's fp8 has one scale for a layer, in the plan."""
+        has_scale = self.runtime == "onnxruntime" and self.precision.kv_cache in QUANTIZED_GRAPHS.values()
+        return self.model.head_dim * BYTES[self.precision.kv_cache] + (SCALE_BYTES if has_scale else 0)
+
+    @property
     def page_bytes(self) -> int:
         """Bytes of one KV page: keys and values of every layer."""
-        values = 2 * self.model.num_layers * self.model.num_kv_heads * self.model.head_dim * self.limits.page_size
-        return values * BYTES[self.precision.kv_cache]
+        return 2 * self.model.num_layers * self.model.num_kv_heads * self.limits.page_size * self.head_bytes
+
+    def with_kv_cache(self, name: CacheName) -> EngineManifest:
+        """The same engine with other pages."""
+        return self.model_copy(update={"precision": self.precision.model_copy(update={"kv_cache": name})})
 
 
 def sha256_file(path: Path) -> str:

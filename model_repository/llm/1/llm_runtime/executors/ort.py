@@ -1,8 +1,8 @@
 """Runs an engine with ONNX Runtime on the CPU.
 
-The KV pool is one array [layers, 2, pages, page_size, kv_heads, head_dim]; each layer's keys and values are bound once to
-the session as views of it, so a step moves no cache. The graph returns the new keys and values of all layers in one
-tensor, written into the pool by one indexed assignment.
+The KV pool is one array [layers, 2, pages, page_size, kv_heads, head_dim] of float32 or, where heads are quantized, of bytes,
+a head's scale and its values. Each layer's keys and values are bound once to the session as views of it, so a step moves no
+cache. The graph returns the new keys and values of all layers in one tensor, written into the pool by one indexed assignment.
 """
 
 from __future__ import annotations
@@ -44,17 +44,19 @@ class OrtExecutor(SamplesOnHost):
         self.num_pages = num_pages
         self.page_size = manifest.limits.page_size
         self.vocab_size = model.vocab_size
+        cache = manifest.precision.kv_cache
         session_options = _session_options(options)
-        self.attention = _choose_attention(options.attention, session_options)
-        self.description = f"ONNX Runtime {ort.__version__}, {self.attention} attention"
-        path = folder / manifest.graphs[self.attention]  # type: ignore[index]
+        self.attention = _choose_attention(options.attention, session_options, is_needed=cache != "fp32")
+        self.description = f"ONNX Runtime {ort.__version__}, {self.attention} attention, {cache} pages"
+        path = folder / _graph_file(manifest, self.attention)
         try:
             self._session = ort.InferenceSession(path, session_options, providers=["CPUExecutionProvider"])
         except Exception as error:  # onnxruntime raises many unrelated classes
             raise EngineError(f"{path} could not be loaded by ONNX Runtime {ort.__version__}: {error}") from error
-        self._kv_shape = (model.num_kv_heads, model.head_dim)
+        self._page_type = FLOAT if cache == "fp32" else np.dtype(np.uint8)
+        self._kv_shape = (model.num_kv_heads, manifest.head_bytes // self._page_type.itemsize)
         self._num_layers = model.num_layers
-        self._pool = np.zeros((model.num_layers, 2, num_pages, self.page_size, *self._kv_shape), FLOAT)
+        self._pool = np.zeros((model.num_layers, 2, num_pages, self.page_size, *self._kv_shape), self._page_type)
         self._slots = self._pool.reshape(model.num_layers, 2, num_pages * self.page_size, *self._kv_shape)
         self._binding = self._session.io_binding()
         for layer in range(model.num_layers):
@@ -62,7 +64,7 @@ class OrtExecutor(SamplesOnHost):
                 pages = ort.OrtValue.ortvalue_from_numpy(self._pool[layer, index])
                 self._binding.bind_ortvalue_input(f"{name}.{layer}", pages)
         self._logits = np.empty(0, FLOAT)
-        self._new = np.empty(0, FLOAT)
+        self._new = np.empty(0, self._page_type)
 
     def execute(self, rows: Sequence[Row]) -> NDArray[np.float32]:
         if self.attention == "fused":
@@ -97,7 +99,7 @@ class OrtExecutor(SamplesOnHost):
             for name, array in batch.inputs.items():
                 self._binding.bind_cpu_input(name, array)
             self._binding.bind_output("logits", "cpu", 0, FLOAT, logits_shape, self._logits.ctypes.data)
-            self._binding.bind_output("new_keys_values", "cpu", 0, FLOAT, new_shape, self._new.ctypes.data)
+            self._binding.bind_output("new_keys_values", "cpu", 0, self._page_type, new_shape, self._new.ctypes.data)
             self._session.run_with_iobinding(self._binding)
         except Exception as error:  # onnxruntime raises many unrelated classes
             raise EngineError(f"ONNX Runtime failed on {batch.num_tokens} tokens: {error}") from error
@@ -118,23 +120,32 @@ def _session_options(options: OrtOptions) -> ort.SessionOptions:
     return session_options
 
 
-def _choose_attention(wanted: str, session_options: ort.SessionOptions) -> str:
+def _graph_file(manifest: EngineManifest, attention: str) -> str:
+    cache = manifest.precision.kv_cache
+    name = attention if cache == "fp32" else f"{attention}_{cache}"
+    if name not in manifest.graphs:
+        raise EngineError(f"{manifest.name} has no graph for {cache} pages: build the engine again, or set kv_cache_dtype auto")
+    return manifest.graphs[name]  # type: ignore[index]
+
+
+def _choose_attention(wanted: str, session_options: ort.SessionOptions, is_needed: bool) -> str:
+    """is_needed: only the fused kernel will do."""
     if wanted == "standard":
         return "standard"
     try:
         session_options.register_custom_ops_library(str(native.library_path()))
     except native.NativeBuildError as error:
-        if wanted == "fused":
+        if wanted == "fused" or is_needed:
             raise EngineError(str(error)) from error
         log.warning("attention runs on standard operators, several times slower with long contexts: %s", error)
         return "standard"
     return "fused"
 
 
-def _grown(buffer: NDArray[np.float32], shape: tuple[int, ...]) -> NDArray[np.float32]:
+def _grown(buffer: NDArray, shape: tuple[int, ...]) -> NDArray:
     size = int(np.prod(shape))
-    return buffer if buffer.size >= size else np.empty(max(size, 2 * buffer.size), FLOAT)
+    return buffer if buffer.size >= size else np.empty(max(size, 2 * buffer.size), buffer.dtype)
 
 
-def _view(buffer: NDArray[np.float32], shape: tuple[int, ...]) -> NDArray[np.float32]:
+def _view(buffer: NDArray, shape: tuple[int, ...]) -> NDArray:
     return buffer[: int(np.prod(shape))].reshape(shape)

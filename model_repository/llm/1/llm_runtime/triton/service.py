@@ -19,6 +19,7 @@ from llm_runtime.config import (
     read_parameters,
     resolve_engine_dir,
     size_pool,
+    with_chosen_cache,
 )
 from llm_runtime.engine import Engine, EngineConfig
 from llm_runtime.errors import ConfigError, RequestError
@@ -46,7 +47,7 @@ class Service:
         self._parameters = read_parameters(model_config["parameters"])
         self._queue_policy = read_queue_policy(model_config)
         folder = self._folder = resolve_engine_dir(self._parameters.engine_dir, model_folder)
-        manifest = self._manifest = read_manifest(folder)
+        manifest = self._manifest = with_chosen_cache(self._parameters, read_manifest(folder))
         check_files(folder, manifest)
         self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         self._draft = self._read_draft(model_folder)
@@ -165,7 +166,7 @@ class Service:
         if not self._parameters.draft_engine_dir:
             raise ConfigError("config.pbtxt: speculation draft needs draft_engine_dir")
         folder = resolve_engine_dir(self._parameters.draft_engine_dir, model_folder)
-        manifest = read_manifest(folder)
+        manifest = with_chosen_cache(self._parameters, read_manifest(folder))
         check_files(folder, manifest)
         check_draft(self._manifest, manifest)
         if Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab() != self._tokenizer.get_vocab():
