@@ -20,13 +20,14 @@ from rich.table import Table
 from tokenizers import Tokenizer
 
 from llm_runtime.engine import Engine, EngineConfig
+from llm_runtime.executors.base import Row
 from llm_runtime.executors.ort import OrtExecutor, OrtOptions
 from llm_runtime.manifest import EngineManifest, read_manifest
 from llm_runtime.types import GenerationRequest, SamplingParams
 
 BATCHES = (1, 8)
-CONTEXTS = (128, 1024)
-LONGEST = 2048  # max_context: what a region of the static cache holds
+CONTEXTS = (128, 1024, 3072)
+LONGEST = 3200  # max_context: what a region of the static cache holds
 STEPS = 40
 
 
@@ -40,22 +41,32 @@ def main(
     """Time decode steps with each cache, and first tokens with a cold and a warm prefix."""
     manifest = read_manifest(engine)
     tokenizer = Tokenizer.from_file(str(engine / "tokenizer.json"))
-    num_pages = megabytes * 2**20 // manifest.page_bytes
-    executor = OrtExecutor(engine, manifest, num_pages, OrtOptions(num_threads=threads))
     console = Console()
     console.print(f"{manifest.name}: {machine.describe(threads)}; pool {megabytes} MiB, max_context {LONGEST}")
-    table = Table("cache", "batch", "context", "ms a step", "MiB held", "sequences that fit")
+    executors = [
+        open_pages(engine, manifest.with_kv_cache(pages), megabytes, threads) for pages in ("fp32", "fp32", "int8", "fp8")
+    ]
+    caches = list(zip(("paged", "static", "paged", "paged"), executors, strict=True))
+    table = Table("cache", "pages", "batch", "context", "prefill, tokens/s", "ms a step", "MiB held", "sequences that fit")
     for context in CONTEXTS:
         for batch in BATCHES:
-            for static in (False, True):
-                run = make_engine(executor, tokenizer, static=static, prefix_caching=False)
-                seconds = time_steps(run, manifest, batch, context)
-                held = run.stats.pages_used * manifest.page_bytes / 2**20
-                each = run.stats.pages_used // batch
-                fit = run.blocks.num_pages // each
-                name = "static" if static else "paged"
-                table.add_row(name, str(batch), str(context), f"{seconds * 1e3:.2f}", f"{held:.0f}", str(fit))
+            runs = [make_engine(each[0], tokenizer, static=name == "static", prefix_caching=False) for name, each in caches]
+            timed = time_steps(runs, manifest.model.vocab_size, batch, context)
+            for (name, (_, pages)), run, (prefill, step) in zip(caches, runs, timed, strict=True):
+                held = run.stats.pages_used
+                table.add_row(
+                    name,
+                    pages.precision.kv_cache,
+                    str(batch),
+                    f"{context:,}",
+                    f"{batch * context / prefill:,.0f}",
+                    f"{step * 1e3:.2f}",
+                    f"{held * pages.page_bytes / 2**20:.0f}",
+                    str(run.blocks.num_pages // (held // batch)),
+                )
+                run.fail_all("measured")
     console.print(table)
+    executor = executors[0][0]
     cold, warm = first_tokens(executor, tokenizer, manifest, shared, repeats)
     console.print(
         f"first token of a prompt of {shared} shared and 24 other tokens, median of {repeats}: cold {cold * 1e3:.0f} ms, "
@@ -76,19 +87,31 @@ def make_engine(executor: OrtExecutor, tokenizer: Tokenizer, *, static: bool, pr
     return Engine(executor, tokenizer, config)
 
 
-def time_steps(engine: Engine, manifest: EngineManifest, batch: int, context: int) -> float:
-    """Seconds of a step in which all decode, the median; the sequences still run when it returns."""
+def open_pages(folder: Path, manifest: EngineManifest, megabytes: int, threads: int) -> tuple[OrtExecutor, EngineManifest]:
+    num_pages = megabytes * 2**20 // manifest.page_bytes
+    return OrtExecutor(folder, manifest, num_pages, OrtOptions(num_threads=threads)), manifest
+
+
+def time_steps(engines: list[Engine], vocab_size: int, batch: int, context: int) -> list[tuple[float, float]]:
+    """Of each engine: seconds to prefill all prompts, and the median of a step in which all decode, steps of all in turn. The
+    sequences still run when it returns."""
     rng = np.random.default_rng(0)
-    for index in range(batch):
-        prompt = tuple(rng.integers(3, manifest.model.vocab_size, context).tolist())
-        engine.add(GenerationRequest(str(index), prompt, SamplingParams(max_tokens=LONGEST, ignore_eos=True)))
-    times = []
-    while len(times) < STEPS:
+    prompts = rng.integers(3, vocab_size, (batch, context)).tolist()
+    prefills, steps = [], []
+    for engine in engines:
+        engine.executor.execute([Row(prompts[0][:64], 0, range(64), 1)])  # the first call of a session makes its buffers
+        for index, prompt in enumerate(prompts):
+            engine.add(GenerationRequest(str(index), tuple(prompt), SamplingParams(max_tokens=LONGEST, ignore_eos=True)))
         started = time.perf_counter()
-        outputs = engine.step(time.monotonic())
-        if len(outputs) == batch:
-            times.append(time.perf_counter() - started)
-    return float(np.median(times))
+        while len(engine.step(time.monotonic())) < batch:  # until the last prompt's first token
+            pass
+        prefills.append(time.perf_counter() - started)
+    for _ in range(STEPS):
+        for engine in engines:
+            started = time.perf_counter()
+            engine.step(time.monotonic())
+            steps.append(time.perf_counter() - started)
+    return list(zip(prefills, np.median(np.reshape(steps, (STEPS, -1)), axis=0).tolist(), strict=True))
 
 
 def first_tokens(

@@ -18,7 +18,7 @@ from build_engines.quantize import Recipe
 from build_engines.targets import Wanted
 from llm_runtime.executors.base import Row
 from llm_runtime.executors.ort import OrtExecutor, OrtOptions
-from llm_runtime.manifest import CacheName, read_manifest
+from llm_runtime.manifest import SCALE_BLOCK, CacheName, read_manifest
 from tests.tiny_models import make_tiny_model
 
 PAGE_SIZE = 8
@@ -144,13 +144,21 @@ def reference_logprobs(model: Any, ids: list[int], kv_cache: CacheName = "fp32")
 
 
 def _rounded(x: Any, kv_cache: CacheName) -> Any:
-    """[..., head_dim], each head by a scale of its own."""
+    """[..., head_dim], each block of a head by a scale of its own."""
     import torch
 
     if kv_cache == "fp32":
         return x
-    scale = x.abs().amax(-1, keepdim=True) / (127 if kv_cache == "int8" else 448)
-    return (x / scale).round() * scale if kv_cache == "int8" else (x / scale).to(torch.float8_e4m3fn).float() * scale
+    return torch.cat([_rounded_block(block, kv_cache) for block in x.split(SCALE_BLOCK, -1)], -1)
+
+
+def _rounded_block(x: Any, kv_cache: CacheName) -> Any:
+    import torch
+
+    exact = x.abs().amax(-1, keepdim=True) / (127 if kv_cache == "int8" else 448)
+    scale = ((exact.view(torch.int32) + 0xFFFF) & ~0xFFFF).view(torch.float32)  # bfloat16, rounded up
+    scaled = x * (1 / scale)
+    return scaled.round() * scale if kv_cache == "int8" else scaled.to(torch.float8_e4m3fn).float() * scale
 
 
 def log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:

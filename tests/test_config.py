@@ -96,7 +96,7 @@ def test_quantized_pages_hold_a_scale_with_each_head_and_more_tokens():
     manifest = make_manifest(num_layers=2, num_kv_heads=2, head_dim=64, page_size=16, max_context=4096)
     assert with_chosen_cache(Parameters(engine_dir="x"), manifest) is manifest
     chosen = with_chosen_cache(Parameters(engine_dir="x", kv_cache_dtype="int8"), manifest)
-    assert (chosen.precision.kv_cache, chosen.page_bytes) == ("int8", 2 * 2 * 2 * 16 * (64 + 4))
+    assert (chosen.precision.kv_cache, chosen.page_bytes) == ("int8", 2 * 2 * 2 * 16 * (64 + 4))  # two scales
     assert size_cache(Parameters(engine_dir="x", kv_cache_memory_mb=1), chosen)[0] == 120
 
 

@@ -57,7 +57,7 @@ FORMATS = {"int8": 1, "fp8": 2}  # of QuantizedPagedAttention
 
 class FusedAttention:
     """`llm_runtime::PagedAttention`: a kernel that reads pages where they lie. Quantized pages have one of their own, which
-    rounds keys and values itself, each head of each token by a scale of its own, and reads back what it rounded them to."""
+    rounds keys and values itself, each block of a head by a scale of its own, and reads back what it rounded them to."""
 
     def __init__(self, config: DecoderConfig, inputs: GraphInputs, cache: CacheName) -> None:
         self._config = config

@@ -14,7 +14,7 @@ from build_engines.graph.layers import Rotary, gated_mlp, head_norm, make_rotary
 from build_engines.graph.linear import Linear, make_fused_linear, make_linear
 from build_engines.graph.numerics import NUMPY_TYPES, Numerics
 from build_engines.graph.ops import GraphBuilder
-from llm_runtime.manifest import QUANTIZED_GRAPHS, SCALE_BYTES, GraphName
+from llm_runtime.manifest import QUANTIZED_GRAPHS, GraphName, quantized_head_bytes
 
 EMBEDDING = "model.embed_tokens"
 
@@ -73,9 +73,9 @@ class Decoder:
         """The graph over `weights` (what `tensors` gave, possibly moved to a file)."""
         config = self.config
         b = GraphBuilder(weights, self.numerics.compute_type)
-        quantized = QUANTIZED_GRAPHS.get(kind)  # its pages hold bytes: a scale and the values of each head
+        quantized = QUANTIZED_GRAPHS.get(kind)  # its pages hold bytes: the scales and the values of each head
         page_type = ir.DataType.UINT8 if quantized else self.numerics.cache_type
-        head = (config.num_kv_heads, config.head_dim + (SCALE_BYTES if quantized else 0))
+        head = (config.num_kv_heads, quantized_head_bytes(config.head_dim) if quantized else config.head_dim)
         fused = kind != "standard"
         page_shape = ("N", page_size, *head)
         inputs = declare_inputs(b, fused=fused, num_layers=config.num_layers, page_shape=page_shape, page_type=page_type)

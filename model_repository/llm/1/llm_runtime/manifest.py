@@ -43,7 +43,7 @@ CacheName = Literal["fp32", "fp16", "bf16", "fp8", "int8"]
 BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1, "int8": 1}
 GraphName = Literal["standard", "fused", "fused_int8", "fused_fp8"]  # how attention runs and, quantized, what pages hold
 QUANTIZED_GRAPHS: dict[GraphName, CacheName] = {"fused_int8": "int8", "fused_fp8": "fp8"}
-SCALE_BYTES = 4  # of each head of each token, in those graphs' pages
+SCALE_BLOCK = 32  # values of a head that share a scale of two bytes, in those graphs' pages
 
 
 class Precision(_Strict):
@@ -143,8 +143,9 @@ class EngineManifest(_Strict):
     @property
     def head_bytes(self) -> int:
         """Bytes of one head of one token in a page. TensorRT's fp8 has one scale for a layer, in the plan."""
-        has_scale = self.runtime == "onnxruntime" and self.precision.kv_cache in QUANTIZED_GRAPHS.values()
-        return self.model.head_dim * BYTES[self.precision.kv_cache] + (SCALE_BYTES if has_scale else 0)
+        if self.runtime == "onnxruntime" and self.precision.kv_cache in QUANTIZED_GRAPHS.values():
+            return quantized_head_bytes(self.model.head_dim)
+        return self.model.head_dim * BYTES[self.precision.kv_cache]
 
     @property
     def page_bytes(self) -> int:
@@ -154,6 +155,11 @@ class EngineManifest(_Strict):
     def with_kv_cache(self, name: CacheName) -> EngineManifest:
         """The same engine with other pages."""
         return self.model_copy(update={"precision": self.precision.model_copy(update={"kv_cache": name})})
+
+
+def quantized_head_bytes(head_dim: int) -> int:
+    """Of one head of one token, on a CPU: its blocks' scales and a byte for each value."""
+    return 2 * -(-head_dim // SCALE_BLOCK) + head_dim
 
 
 def sha256_file(path: Path) -> str:

@@ -1,7 +1,7 @@
 """Runs an engine with ONNX Runtime on the CPU.
 
 The KV pool is one array [layers, 2, pages, page_size, kv_heads, head_dim] of float32 or, where heads are quantized, of bytes,
-a head's scale and its values. Each layer's keys and values are bound once to the session as views of it, so a step moves no
+a head's scales and its values. Each layer's keys and values are bound once to the session as views of it, so a step moves no
 cache. The graph returns the new keys and values of all layers in one tensor, written into the pool by one indexed assignment.
 """
 

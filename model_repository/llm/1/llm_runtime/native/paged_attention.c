@@ -14,8 +14,9 @@
 //
 // Softmax works in base 2: queries are scaled by scale * log2(e) once, so a probability is exp2(score - maximum).
 //
-// Pages are float32, or quantized: int8 or FP8 E4M3 with one float32 scale for each head of each token, in front of its
-// values, so that a token is read in one piece and none depends on another. QuantizedPagedAttention also rounds the new
+// Pages are float32, or quantized: int8 or FP8 E4M3 with a scale for every 32 values of a head, in front of them, so that
+// a token is read in one piece and none depends on another (keys have channels far larger than the rest: one scale for a
+// whole head costs eight times the error). QuantizedPagedAttention also rounds the new
 // keys and values, and attends to what it rounded them to: no result depends on how a prompt was cut into steps.
 // `decode` widens quantized values as it reads them, `prefill` a block of keys and values at a time.
 
@@ -191,18 +192,22 @@ INLINE vfloat exp2_nonpositive(vfloat x) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Pages' formats. A quantized head is a float32 scale and `dim` bytes: its values divided by the scale, rounded.
+// Pages' formats. A quantized head is a scale for each block of its values, the upper half of a float32 (bfloat16), then
+// a byte for each value: divided by its block's scale, rounded.
 
 typedef enum { FLOAT32 = 0, INT8 = 1, FP8 = 2 } Format;
-enum { SCALE_BYTES = 4 };
+enum { SCALE_BLOCK = 32 };
 
-INLINE float load_float(const char* p) {
-  float result;
-  memcpy(&result, p, sizeof result);
-  return result;
+INLINE size_t scale_bytes(size_t dim) { return (dim + SCALE_BLOCK - 1) / SCALE_BLOCK * sizeof(uint16_t); }
+INLINE size_t head_size(Format format, size_t dim) { return format == FLOAT32 ? dim * sizeof(float) : scale_bytes(dim) + dim; }
+
+// Of the block of value `d`.
+INLINE float block_scale(const char* head, size_t d) {
+  uint16_t half;
+  memcpy(&half, head + d / SCALE_BLOCK * sizeof half, sizeof half);
+  union { uint32_t bits; float value; } u = {(uint32_t)half << 16};
+  return u.value;
 }
-
-INLINE float head_scale(Format format, const char* head) { return format == FLOAT32 ? 1.0f : load_float(head); }
 
 // LANES bytes, each in the low bits of an integer, with its sign or without.
 INLINE vint widen(const char* p, bool is_signed) {
@@ -234,33 +239,32 @@ INLINE vfloat to_float(vint v) {
 // E4M3's exponent and mantissa, moved to where float32 has its own, are the value times 2^-120, its small ones too.
 INLINE vfloat from_fp8(vint bytes) { return (vfloat)((bytes & 0x7f) << 20 | (bytes & 0x80) << 24) * 0x1p120f; }
 
-// LANES values of a head from `d` on, not yet multiplied by its scale.
-INLINE vfloat load_values(Format format, const char* head, size_t d) {
+// LANES values of a head of `dim` from `d`, a multiple of LANES, on.
+INLINE vfloat load_values(Format format, const char* head, size_t dim, size_t d) {
   if (format == FLOAT32) return load((const float*)head + d);
-  vint bytes = widen(head + SCALE_BYTES + d, format == INT8);
-  return format == INT8 ? to_float(bytes) : from_fp8(bytes);
+  vint bytes = widen(head + scale_bytes(dim) + d, format == INT8);
+  return (format == INT8 ? to_float(bytes) : from_fp8(bytes)) * block_scale(head, d);
 }
 
-INLINE float load_value(Format format, const char* head, size_t d) {
-  if (format == FLOAT32) return load_float(head + d * sizeof(float));
-  char byte = head[SCALE_BYTES + d];
-  if (format == INT8) return (float)(int8_t)byte;
+INLINE float load_value(Format format, const char* head, size_t dim, size_t d) {
+  if (format == FLOAT32) return ((const float*)head)[d];
+  char byte = head[scale_bytes(dim) + d];
+  if (format == INT8) return (float)(int8_t)byte * block_scale(head, d);
   union { uint32_t bits; float value; } u = {(uint32_t)(byte & 0x7f) << 20 | (uint32_t)(byte & 0x80) << 24};
-  return u.value * 0x1p120f;
+  return u.value * 0x1p120f * block_scale(head, d);
 }
 
-// out[i] = value first + i of a head, for `count` of them.
-INLINE void widen_head(Format format, const char* head, size_t first, size_t count, float* out) {
-  float scale = head_scale(format, head);
+// out[i] = value first + i of a head of `dim`, for `count` of them.
+INLINE void widen_head(Format format, const char* head, size_t dim, size_t first, size_t count, float* out) {
   size_t i = 0;
-  for (; i + LANES <= count; i += LANES) store(out + i, load_values(format, head, first + i) * scale);
-  for (; i < count; i++) out[i] = load_value(format, head, first + i) * scale;
+  for (; i + LANES <= count; i += LANES) store(out + i, load_values(format, head, dim, first + i));
+  for (; i < count; i++) out[i] = load_value(format, head, dim, first + i);
 }
 
 // The largest magnitude; not a number, or infinite, where one of the values is.
-static float largest_magnitude(const float* x, size_t dim) {
+INLINE float largest_magnitude(const float* x, size_t count) {
   uint32_t largest = 0;  // without their signs, floats are ordered as integers are, infinity and then what is no number last
-  for (size_t d = 0; d < dim; d++) {
+  for (size_t d = 0; d < count; d++) {
     uint32_t bits;
     memcpy(&bits, x + d, sizeof bits);
     bits &= 0x7fffffff;
@@ -271,14 +275,16 @@ static float largest_magnitude(const float* x, size_t dim) {
   return result;
 }
 
-// Rounds to nearest, ties to even. A head that is not finite gets a scale that is not, so that its row shows it.
-static void quantize_head(Format format, const float* x, size_t dim, char* head) {
+// Rounds to nearest, ties to even. A block that is not finite gets a scale that is not, so that its row shows it.
+INLINE void quantize_block(Format format, const float* x, size_t count, char* stored_scale, char* out) {
   const float top = format == INT8 ? 127.0f : 448.0f;
-  float largest = largest_magnitude(x, dim), scale = largest / top;
-  float inverse = scale > 0x1p-126f && scale <= 0x1p126f ? 1.0f / scale : 0.0f;
-  memcpy(head, &scale, sizeof scale);
-  char* out = head + SCALE_BYTES;
-  for (size_t d = 0; d < dim; d++) {
+  union { float value; uint32_t bits; } scale = {largest_magnitude(x, count) / top};
+  // Up to the next that bfloat16 has, so that nothing is over `top`. What is no number stays none, infinity infinity.
+  if (scale.value < INFINITY) scale.bits = (scale.bits + 0xffff) & 0xffff0000;
+  uint16_t half = (uint16_t)(scale.bits >> 16);
+  memcpy(stored_scale, &half, sizeof half);
+  float inverse = scale.value > 0x1p-126f && scale.value < INFINITY ? 1.0f / scale.value : 0.0f;
+  for (size_t d = 0; d < count; d++) {
     float y = x[d] * inverse;
     y = y > -top ? (y < top ? y : top) : -top;  // -top for what is no number
     if (format == INT8) {
@@ -295,9 +301,17 @@ static void quantize_head(Format format, const float* x, size_t dim, char* head)
   }
 }
 
+INLINE void quantize_head(Format format, const float* x, size_t dim, char* head) {
+  char* out = head + scale_bytes(dim);
+  size_t d = 0;
+  for (; d + SCALE_BLOCK <= dim; d += SCALE_BLOCK, head += sizeof(uint16_t))
+    quantize_block(format, x + d, SCALE_BLOCK, head, out + d);
+  if (d < dim) quantize_block(format, x + d, dim - d, head, out + d);
+}
+
 // Tokens x heads of `dim` values, one after another.
 static void quantize(Format format, const float* x, size_t num_heads, size_t dim, char* out) {
-  for (size_t i = 0; i < num_heads; i++, x += dim, out += SCALE_BYTES + dim) {
+  for (size_t i = 0; i < num_heads; i++, x += dim, out += head_size(format, dim)) {
     if (format == INT8)
       quantize_head(INT8, x, dim, out);
     else
@@ -484,8 +498,8 @@ INLINE void score_tile(Format format, int heads, const float* query, size_t quer
   UNROLL for (int h = 0; h < heads; h++) sums[h][0] = sums[h][1] = sums[h][2] = sums[h][3] = (vfloat){0};
   size_t d = 0;
   for (; d + LANES <= dim; d += LANES) {
-    vfloat key0 = load_values(format, k0, d), key1 = load_values(format, k1, d);
-    vfloat key2 = load_values(format, k2, d), key3 = load_values(format, k3, d);
+    vfloat key0 = load_values(format, k0, dim, d), key1 = load_values(format, k1, dim, d);
+    vfloat key2 = load_values(format, k2, dim, d), key3 = load_values(format, k3, dim, d);
     UNROLL for (int h = 0; h < heads; h++) {
       vfloat q = load(query + (size_t)h * query_stride + d);
       sums[h][0] += q * key0;
@@ -498,28 +512,23 @@ INLINE void score_tile(Format format, int heads, const float* query, size_t quer
     vfloat4 result = sum_each(sums[h][0], sums[h][1], sums[h][2], sums[h][3]);
     const float* q = query + (size_t)h * query_stride;
     for (size_t e = d; e < dim; e++)
-      result += q[e] * (vfloat4){load_value(format, k0, e), load_value(format, k1, e), load_value(format, k2, e),
-                                 load_value(format, k3, e)};
-    if (format != FLOAT32)
-      result *= (vfloat4){head_scale(format, k0), head_scale(format, k1), head_scale(format, k2), head_scale(format, k3)};
+      result += q[e] * (vfloat4){load_value(format, k0, dim, e), load_value(format, k1, dim, e), load_value(format, k2, dim, e),
+                                 load_value(format, k3, dim, e)};
     *(vfloat4_unaligned*)(scores + h * DECODE_BLOCK) = result;
   }
 }
 
 // sums[h][columns] = sums[h][columns] * rescale[h] + probabilities[h] @ values[columns] for `vectors` columns of LANES.
 INLINE void value_tile(Format format, int heads, int vectors, const float* probabilities, const float* rescale,
-                       const char* const* values, size_t offset, size_t d, size_t count, float* sums, size_t stride) {
+                       const char* const* values, size_t offset, size_t dim, size_t d, size_t count, float* sums,
+                       size_t stride) {
   vfloat acc[4][4];
   UNROLL for (int h = 0; h < heads; h++)
     UNROLL for (int v = 0; v < vectors; v++) acc[h][v] = load(sums + (size_t)h * stride + v * LANES) * rescale[h];
   for (size_t t = 0; t < count; t++) {
     const char* head = values[t] + offset;
-    float scale = head_scale(format, head);
     vfloat value[4];
-    UNROLL for (int v = 0; v < vectors; v++) {
-      value[v] = load_values(format, head, d + (size_t)(v * LANES));
-      if (format != FLOAT32) value[v] *= scale;
-    }
+    UNROLL for (int v = 0; v < vectors; v++) value[v] = load_values(format, head, dim, d + (size_t)(v * LANES));
     UNROLL for (int h = 0; h < heads; h++)
       UNROLL for (int v = 0; v < vectors; v++) acc[h][v] += value[v] * probabilities[h * DECODE_BLOCK + t];
   }
@@ -560,16 +569,14 @@ INLINE void decode_values(Format format, int heads, const float* probabilities, 
                           const char* const* values, size_t offset, size_t dim, size_t count, float* sums, size_t stride) {
   size_t d = 0;
   for (; d + COLUMN_VECTORS * LANES <= dim; d += COLUMN_VECTORS * LANES)
-    value_tile(format, heads, COLUMN_VECTORS, probabilities, rescale, values, offset, d, count, sums + d, stride);
+    value_tile(format, heads, COLUMN_VECTORS, probabilities, rescale, values, offset, dim, d, count, sums + d, stride);
   for (; d + LANES <= dim; d += LANES)
-    value_tile(format, heads, 1, probabilities, rescale, values, offset, d, count, sums + d, stride);
+    value_tile(format, heads, 1, probabilities, rescale, values, offset, dim, d, count, sums + d, stride);
   for (; d < dim; d++)
     for (int h = 0; h < heads; h++) {
       float sum = sums[(size_t)h * stride + d] * rescale[h];
-      for (size_t t = 0; t < count; t++) {
-        const char* head = values[t] + offset;
-        sum += probabilities[h * DECODE_BLOCK + t] * (load_value(format, head, d) * head_scale(format, head));
-      }
+      for (size_t t = 0; t < count; t++)
+        sum += probabilities[h * DECODE_BLOCK + t] * load_value(format, values[t] + offset, dim, d);
       sums[(size_t)h * stride + d] = sum;
     }
 }
@@ -685,10 +692,10 @@ INLINE void score_block_tile(int vectors, const float* packed, const char* const
     UNROLL for (int v = 0; v < vectors; v++) store(scores + (size_t)t * stride + v * LANES, acc[t][v]);
 }
 
-static void widen_values(Format format, const char* head, size_t first, size_t count, float* out) {
+static void widen_values(Format format, const char* head, size_t dim, size_t first, size_t count, float* out) {
   switch (format) {
-    case INT8: widen_head(INT8, head, first, count, out); break;
-    case FP8: widen_head(FP8, head, first, count, out); break;
+    case INT8: widen_head(INT8, head, dim, first, count, out); break;
+    case FP8: widen_head(FP8, head, dim, first, count, out); break;
     default: memcpy(out, head + first * sizeof(float), count * sizeof(float));
   }
 }
@@ -699,7 +706,7 @@ static void pack_values(Format format, const char* const* values, size_t offset,
     size_t width = smaller(STRIP, dim - first);
     float* strip = strips + first * PREFILL_BLOCK;
     for (size_t t = 0; t < count; t++) {
-      widen_values(format, values[t] + offset, first, width, strip + t * STRIP);
+      widen_values(format, values[t] + offset, dim, first, width, strip + t * STRIP);
       if (width < STRIP) memset(strip + t * STRIP + width, 0, (STRIP - width) * sizeof(float));
     }
   }
@@ -799,7 +806,7 @@ static void prefill(Call* call, const Item* item, float* scratch) {
     if (format != FLOAT32) {
       key_offset = 0;
       for (size_t t = 0; t < PREFILL_BLOCK; t++) {
-        if (t < count) widen_values(format, keys[t] + offset, 0, dim, widened + t * dim);
+        if (t < count) widen_values(format, keys[t] + offset, dim, 0, dim, widened + t * dim);
         keys[t] = (const char*)(widened + smaller(t, count - 1) * dim);
       }
     }
@@ -971,7 +978,7 @@ static OrtStatus* read_shape(const OrtApi* api, const OrtValue* value, int input
 }
 
 static int64_t head_dim(const Kernel* kernel, int64_t dims[NUM_INPUTS][4]) {
-  return kernel->format == FLOAT32 ? dims[KEY_PAGES][3] : dims[KEY_PAGES][3] - SCALE_BYTES;
+  return kernel->format == FLOAT32 ? dims[KEY_PAGES][3] : dims[QUERY][1] / kernel->num_heads;
 }
 
 static OrtStatus* check_shapes(const OrtApi* api, const Kernel* kernel, int64_t dims[NUM_INPUTS][4]) {
@@ -980,6 +987,8 @@ static OrtStatus* check_shapes(const OrtApi* api, const Kernel* kernel, int64_t 
     FAIL("key_pages has %lld key heads, num_kv_heads is %lld", (long long)dims[KEY_PAGES][2], (long long)kernel->num_kv_heads);
   if (memcmp(dims[KEY_PAGES], dims[VALUE_PAGES], 4 * sizeof(int64_t)) != 0) FAIL("key_pages and value_pages differ in shape");
   if (dim < 1 || dim > 65536 || dims[KEY_PAGES][1] < 1) FAIL("pages have no slots or a head dimension of %lld", (long long)dim);
+  int64_t columns = kernel->format == FLOAT32 ? dim : (int64_t)head_size((Format)kernel->format, (size_t)dim);
+  if (dims[KEY_PAGES][3] != columns) FAIL("pages have %lld bytes a head, wanted %lld", (long long)dims[KEY_PAGES][3], (long long)columns);
   if (dims[QUERY][1] != kernel->num_heads * dim)
     FAIL("query has %lld columns, num_heads * head_dim is %lld * %lld", (long long)dims[QUERY][1],
          (long long)kernel->num_heads, (long long)dim);
@@ -1042,7 +1051,7 @@ static OrtStatus* compute(void* op_kernel, OrtKernelContext* context) {
 
   Format format = (Format)kernel->format;
   size_t dim = (size_t)head_dim(kernel, dims), group = (size_t)(kernel->num_heads / kernel->num_kv_heads);
-  size_t head_bytes = format == FLOAT32 ? dim * sizeof(float) : SCALE_BYTES + dim;
+  size_t head_bytes = head_size(format, dim);
   size_t num_kv_heads = (size_t)kernel->num_kv_heads, num_tokens = (size_t)dims[QUERY][0];
   void *output, *kept[2] = {(void*)data[KEY], (void*)data[VALUE]};
   status = make_output(api, context, 0, dims[QUERY], &output);
