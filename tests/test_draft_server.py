@@ -43,6 +43,22 @@ def test_an_engine_that_guesses_for_itself_is_always_right_and_changes_nothing(s
     assert values["llm_accepted_tokens"] == values["llm_draft_tokens"]
 
 
+def test_quantized_pages_are_of_both_engines_and_hold_more(server, engine):
+    def num_pages() -> float:
+        values = settled_metrics(server)
+        return sum(values[f"llm_kv_pages:{state}"] for state in ("used", "cached", "free"))
+
+    before = num_pages()
+    reconfigure(server, draft_engine_dir=str(engine), kv_cache_dtype="int8", **OPTIONS)
+    assert num_pages() > 3 * before
+    client = Client(server.grpc_address)
+    replies = [client.generate(prompt, max_tokens=12, ignore_eos=True) for prompt in PROMPTS]
+    assert [len(reply.token_ids) for reply in replies] == [12] * len(PROMPTS)
+    assert sum(int(reply.last.outputs["num_draft_tokens"].item()) for reply in replies) > 0
+    client.close()
+    assert_idle(server)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
