@@ -20,6 +20,7 @@ from rich.table import Table
 from llm_runtime.executors.base import Row
 from llm_runtime.executors.ort import OrtExecutor, OrtOptions
 from llm_runtime.manifest import EngineManifest, read_manifest
+from llm_runtime.page_pool import PageGroup
 
 BATCHES = (1, 8, 32)
 CONTEXTS = (128, 1024)
@@ -36,7 +37,7 @@ def main(
     manifest = read_manifest(engine)
     bandwidth = machine.read_bandwidth(threads)
     num_pages = max(BATCHES) * -(-(max(CONTEXTS) + 1) // manifest.limits.page_size)
-    executor = OrtExecutor(engine, manifest, num_pages, OrtOptions(num_threads=threads, attention=attention))
+    executor = OrtExecutor(engine, manifest, [PageGroup(num_pages)], OrtOptions(num_threads=threads, attention=attention))
     console = Console()
     console.print(f"{manifest.name}: {machine.describe(threads)}; {executor.attention} attention, median of {repeats} steps")
     table = Table("batch", "context", "ms", "tokens/s", "read MB", "bandwidth")

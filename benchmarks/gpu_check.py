@@ -39,6 +39,7 @@ from llm_runtime.config import Parameters
 from llm_runtime.executors import open_executor
 from llm_runtime.executors.base import Executor, Row
 from llm_runtime.manifest import BYTES, EngineManifest, Runtime, read_manifest
+from llm_runtime.page_pool import PageGroup
 from llm_runtime.sampler import SamplerState
 from llm_runtime.types import SamplingParams
 
@@ -167,7 +168,7 @@ def open_engine(folder: Path, pages: int) -> tuple[EngineManifest, Executor]:
     manifest = read_manifest(folder)
     # Activations in float32 on ONNX Runtime, so that only the weights are what the TensorRT engine has.
     parameters = Parameters(engine_dir=str(folder), matmul_accuracy="fp32")  # type: ignore[call-arg]
-    return manifest, open_executor(folder, manifest, parameters, pages)
+    return manifest, open_executor(folder, manifest, parameters, [PageGroup(pages)])
 
 
 def report_table(outcomes: Sequence[Outcome]) -> Table:

@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from llm_runtime.block_manager import BlockManager
+from llm_runtime.page_pool import PageGroup
 from llm_runtime.scheduler import Scheduler
 from llm_runtime.sequence import Sequence
 from llm_runtime.types import FinishReason, GenerationRequest, SamplingParams
@@ -48,7 +49,7 @@ def main(
 def time_steps(num_running: int, num_waiting: int, steps: int) -> np.ndarray:
     """Seconds of each step."""
     rng = random.Random(1)
-    blocks = BlockManager(num_running * (PROMPT[1] + OUTPUT[1]) // PAGE_SIZE, PAGE_SIZE)
+    blocks = BlockManager([PageGroup(num_running * (PROMPT[1] + OUTPUT[1]) // PAGE_SIZE)], PAGE_SIZE)
     scheduler = Scheduler(blocks, num_running, max_step_tokens=num_running + 512, prefill_chunk_tokens=512)
     arrivals = 0
 

@@ -106,9 +106,9 @@ def in_process(folder: Path, prompts: list[str], streams: int, output_tokens: in
     """The engine's loop with the parameters of the shipped config.pbtxt."""
     parameters = shipped_parameters(folder)
     manifest = read_manifest(folder)
-    num_pages, max_context = size_cache(parameters, manifest)
+    page_groups, max_context = size_cache(parameters, manifest)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    executor = OrtExecutor(folder, manifest, num_pages, OrtOptions(num_threads=threads))
+    executor = OrtExecutor(folder, manifest, page_groups, OrtOptions(num_threads=threads))
     limits = (parameters.max_sequences, parameters.max_step_tokens, parameters.prefill_chunk_tokens, max_context)
     engine = Engine(executor, tokenizer, EngineConfig(*limits, end_ids=manifest.model.eos_token_ids))
     sampling = SamplingParams(max_tokens=output_tokens, ignore_eos=True)

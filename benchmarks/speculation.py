@@ -21,6 +21,7 @@ from llm_runtime.engine import Engine, EngineConfig
 from llm_runtime.executors.ort import OrtExecutor, OrtOptions
 from llm_runtime.guide import Guides
 from llm_runtime.manifest import read_manifest
+from llm_runtime.page_pool import PageGroup
 from llm_runtime.types import GenerationRequest, Guide, SamplingParams
 
 CODE = """def add(a, b):
@@ -53,7 +54,7 @@ PROPERTIES: dict[str, dict] = {
 }
 SCHEMA = {"type": "object", "properties": PROPERTIES, "required": list(PROPERTIES), "additionalProperties": False}
 LIMITS = (0, 2, 4, 8)
-NUM_PAGES = 64
+PAGES = [PageGroup(64)]
 
 
 def main(
@@ -68,11 +69,11 @@ def main(
     tokenizer = Tokenizer.from_file(str(engine / "tokenizer.json"))
     model = manifest.model
     form = Guides(engine / "tokenizer.json", model.vocab_size, model.eos_token_ids).compile("json_schema", json.dumps(SCHEMA))
-    executor = OrtExecutor(engine, manifest, NUM_PAGES, OrtOptions(num_threads=threads))
+    executor = OrtExecutor(engine, manifest, PAGES, OrtOptions(num_threads=threads))
     guesser, source = None, "its own text"
     if draft:
         draft_manifest = read_manifest(draft)
-        guesser, source = OrtExecutor(draft, draft_manifest, NUM_PAGES, OrtOptions(num_threads=threads)), draft_manifest.name
+        guesser, source = OrtExecutor(draft, draft_manifest, PAGES, OrtOptions(num_threads=threads)), draft_manifest.name
     console = Console()
     console.print(
         f"{manifest.name}, guesses from {source}: {machine.describe(threads)}; {tokens} tokens, best of {repeats} runs"

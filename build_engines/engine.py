@@ -29,6 +29,7 @@ from llm_runtime.manifest import (
     Plan,
     Precision,
     Source,
+    layers_by_table,
     sha256_file,
     write_manifest,
 )
@@ -114,6 +115,7 @@ def write_engine(checkpoint: Checkpoint, folder: Path, options: EngineOptions, p
         precision=precision,
         limits=limits,
         graphs=graphs,
+        window_table=len(layers_by_table(model.layer_windows)) > 1,
         plan=plan,
         files={path.name: sha256_file(path) for path in sorted(folder.iterdir())},
         source=Source(**vars(checkpoint.source)),

@@ -207,7 +207,9 @@ class _Predictions:
     """What a model says of the tokens after each of a chunk: float32 [tokens, vocab], softmax = weights / totals."""
 
     def __init__(self, executor: Executor, tokens: list[int], past: int) -> None:
-        self.logits: NDArray[np.float32] = executor.execute([Row(tokens, past, range(executor.num_pages), len(tokens))])
+        self.logits: NDArray[np.float32] = executor.execute(
+            [Row(tokens, past, range(executor.page_groups[0].num_pages), len(tokens))]
+        )
         top = self.logits.max(axis=1)
         self.weights: NDArray[np.float32] = np.exp(self.logits - top[:, None])
         self.totals: NDArray[np.float64] = self.weights.sum(axis=1, dtype=np.float64)
@@ -288,12 +290,14 @@ def _open(subject: Subject, conditions: Conditions) -> Executor:
     try:
         from llm_runtime.config import Parameters
         from llm_runtime.executors import open_executor
+        from llm_runtime.page_pool import PageGroup
     except ImportError as error:
         raise BuildError(f"{subject.folder}: cannot be run here: {error}; pip install onnxruntime") from error
     parameters = Parameters(
         engine_dir=str(subject.folder), matmul_accuracy=conditions.matmul_accuracy, num_threads=conditions.num_threads
     )  # type: ignore[call-arg, arg-type]
-    return open_executor(subject.folder, subject.manifest, parameters, -(-WINDOW // subject.manifest.limits.page_size))
+    groups = [PageGroup(-(-WINDOW // subject.manifest.limits.page_size))]
+    return open_executor(subject.folder, subject.manifest, parameters, groups)
 
 
 def _with_pages(folder: Path, manifest: EngineManifest, conditions: Conditions) -> EngineManifest:

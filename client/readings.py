@@ -128,8 +128,9 @@ def take_readings(snapshots: Sequence[Snapshot], config: ModelConfig) -> Reading
         prefill_batch_size=window.mean("llm_prefill_batch_size"),
         decode_batch_size=window.mean("llm_decode_batch_size"),
         kv_pages=pages,
-        kv_used_share=_share(snapshots, "used", pages),
-        kv_cached_share=_share(snapshots, "cached", pages),
+        # Sequences wait for whichever is full.
+        kv_used_share=max(_share(snapshots, name, "used") for name in ("llm_kv_pages", "llm_kv_window_pages")),
+        kv_cached_share=_share(snapshots, "llm_kv_pages", "cached"),
         preemptions=window.delta("llm_preemptions"),
         evicted_pages=window.delta("llm_evicted_pages"),
         finished=window.deltas("llm_finished_requests", "reason"),
@@ -137,8 +138,10 @@ def take_readings(snapshots: Sequence[Snapshot], config: ModelConfig) -> Reading
     )
 
 
-def _share(snapshots: Sequence[Snapshot], state: str, pages: float) -> float:
-    return fmean(snapshot.gauge("llm_kv_pages", state=state) for snapshot in snapshots) / pages if pages else 0.0
+def _share(snapshots: Sequence[Snapshot], name: str, state: str) -> float:
+    """Of all pages in a pool, those in this state."""
+    pages = fmean(snapshot.gauge(name) for snapshot in snapshots)
+    return fmean(snapshot.gauge(name, state=state) for snapshot in snapshots) / pages if pages else 0.0
 
 
 def _parameter(config: ModelConfig, name: str, default: str) -> str:

@@ -19,6 +19,7 @@ from build_engines.targets import Wanted
 from llm_runtime.executors.base import Row
 from llm_runtime.executors.ort import OrtExecutor, OrtOptions
 from llm_runtime.manifest import SCALE_BLOCK, CacheName, read_manifest
+from llm_runtime.page_pool import PageGroup
 from tests.tiny_models import make_tiny_model
 
 PAGE_SIZE = 8
@@ -86,7 +87,7 @@ def load_executor(
 ) -> OrtExecutor:
     """With activations in float32, so that only the weights' precision differs from a reference."""
     options = OrtOptions(num_threads=num_threads, matmul_accuracy=1, attention=attention)
-    return OrtExecutor(folder, read_manifest(folder).with_kv_cache(kv_cache), num_pages, options)
+    return OrtExecutor(folder, read_manifest(folder).with_kv_cache(kv_cache), [PageGroup(num_pages)], options)
 
 
 def reference_model(checkpoint: Path) -> Any:

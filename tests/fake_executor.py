@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from llm_runtime.errors import EngineError
 from llm_runtime.executors.base import Row, SamplesOnHost
+from llm_runtime.page_pool import PageGroup
 
 VOCAB = 97
 EMPTY = -1
@@ -40,21 +41,23 @@ def copying(context: Sequence[int]) -> int:
 
 
 class FakeExecutor(SamplesOnHost):
-    """See llm_runtime.executors.base.Executor. `calls` logs the rows of every call; call number `fail_at` raises; `rule` gives
-    the likeliest token after a context; `strict`: a slot that was never written may not be read."""
+    """See llm_runtime.executors.base.Executor. Where all layers have a window, the next token is a function of that
+    alone. `calls` logs the rows of every call; call number `fail_at` raises; `rule` gives the likeliest token after a context;
+    `strict`: a slot that was never written may not be read."""
 
     description = "token ids in pages"
 
     def __init__(
         self,
-        num_pages: int = 32,
+        num_pages: int | Sequence[PageGroup] = 32,
         page_size: int = 4,
         fail_at: int | None = None,
         rule: Callable[[Sequence[int]], int] = next_token,
         strict: bool = True,
     ) -> None:
-        self.num_pages, self.page_size, self.vocab_size = num_pages, page_size, VOCAB
-        self.pool = np.full((num_pages, page_size), EMPTY, np.int64)
+        self.page_groups = (PageGroup(num_pages),) if isinstance(num_pages, int) else tuple(num_pages)
+        self.page_size, self.vocab_size = page_size, VOCAB
+        self.pools = [np.full((group.num_pages, page_size), EMPTY, np.int64) for group in self.page_groups]
         self.calls: list[list[Row]] = []
         self._fail_at = fail_at
         self._rule = rule
@@ -67,9 +70,6 @@ class FakeExecutor(SamplesOnHost):
         logits = [self._run(row) for row in rows]
         return np.concatenate([part for part in logits if len(part)] or [np.zeros((0, VOCAB), np.float32)])
 
-    def copy_page(self, source: int, target: int) -> None:
-        self.pool[target] = self.pool[source]
-
     def close(self) -> None:
         pass
 
@@ -77,13 +77,28 @@ class FakeExecutor(SamplesOnHost):
         logits = np.zeros((row.num_logits, VOCAB), np.float32)
         for offset, token in enumerate(row.token_ids):
             position = row.past_length + offset
-            self.pool[row.page_ids[position // self.page_size], position % self.page_size] = token
+            for pool, page_ids in zip(self.pools, _pages(row), strict=True):
+                page_id = page_ids[position // self.page_size]
+                assert page_id >= 0, "a row writes where it has no page any more"
+                pool[page_id, position % self.page_size] = token
             wanted = offset - (len(row.token_ids) - row.num_logits)
             if wanted >= 0:
                 logits[wanted, self._rule(self._context(row, position + 1))] = 10.0
         return logits
 
     def _context(self, row: Row, length: int) -> list[int]:
-        pages = self.pool[list(row.page_ids)].reshape(-1)[:length].tolist()
-        assert EMPTY not in pages or not self._strict, "a row reads a slot that was never written"
-        return pages
+        contexts = []
+        for pool, page_ids, group in zip(self.pools, _pages(row), self.page_groups, strict=True):
+            first = max(0, length - group.window) if group.window else 0
+            read = list(page_ids[first // self.page_size : -(-length // self.page_size)])
+            assert min(read) >= 0 or not self._strict, "a row reads where it has no page any more"
+            tokens = pool[read].reshape(-1)[first % self.page_size :][: length - first].tolist()
+            assert EMPTY not in tokens or not self._strict, "a row reads a slot that was never written"
+            contexts.append(tokens)
+        for tokens in contexts[1:]:
+            assert tokens == contexts[0][-len(tokens) :] or not self._strict, "layers with a window see other tokens"
+        return contexts[0]
+
+
+def _pages(row: Row) -> list[Sequence[int]]:
+    return [row.page_ids] if row.window_page_ids is None else [row.page_ids, row.window_page_ids]

@@ -22,6 +22,7 @@ from build_engines.graph.numerics import Numerics
 from llm_runtime.executors.trt import TrtExecutor
 from llm_runtime.executors.trt_bindings import TensorSpec, io_table, largest_sizes
 from llm_runtime.manifest import EngineManifest, FloatName, Plan, read_manifest
+from llm_runtime.page_pool import PageGroup
 from tests.engines import PAGE_SIZE
 from tests.manifests import with_plan
 
@@ -66,7 +67,7 @@ def make_executor(engine: Path, plan: Plan, num_pages: int = 64) -> tuple[TrtExe
     """The TensorRT executor over the standard graph of an engine that was built for ONNX Runtime."""
     manifest = with_plan(read_manifest(engine), plan)
     runner = OrtRunner(engine / "graph.onnx", manifest)
-    return TrtExecutor(manifest, num_pages, runner, torch.device("cpu")), runner
+    return TrtExecutor(manifest, [PageGroup(num_pages)], runner, torch.device("cpu")), runner
 
 
 def write_graph_for_tensorrt(

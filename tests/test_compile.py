@@ -103,7 +103,7 @@ def check_plan(tmp_path: Path, manifest, capability: str) -> None:
     names = {path.name for path in (tmp_path / "engine").iterdir()}
     assert {PLAN_NAME, "tokenizer.json", "engine.json"} <= names
     assert not names & {"graph.onnx", "weights.bin"}
-    inputs = 7 + 2 * manifest.model.num_layers
+    inputs = 7 + manifest.window_table + 2 * manifest.model.num_layers
     log = (tmp_path / "log").read_text()
     # Once for each profile.
     assert log.count(f"Detected {inputs} inputs and 2 output network tensors.") == 2

@@ -13,9 +13,11 @@ from llm_runtime.config import (
     read_parameters,
     resolve_engine_dir,
     size_cache,
+    size_pool,
     with_chosen_cache,
 )
 from llm_runtime.errors import ConfigError
+from llm_runtime.page_pool import PageGroup
 from tests.manifests import make_manifest, make_plan, with_plan
 
 CONFIG = Path(__file__).parents[1] / "model_repository" / "llm" / "config.pbtxt"
@@ -86,10 +88,55 @@ def test_the_pool_is_sized_from_memory_and_bounds_the_context():
     manifest = make_manifest(num_layers=2, num_kv_heads=2, head_dim=64, page_size=16, max_context=4096)
     page = 2 * 4 * 2 * 2 * 64 * 16
     assert manifest.page_bytes == page
-    pages, context = size_cache(Parameters(engine_dir="x", kv_cache_memory_mb=1), manifest)
-    assert pages == 2**20 // page
-    assert context == min(4096, pages * 16)
-    assert size_cache(Parameters(engine_dir="x", kv_cache_memory_mb=1, max_context=100), manifest) == (pages, 100)
+    (group,), context = size_cache(Parameters(engine_dir="x", kv_cache_memory_mb=1), manifest)
+    assert group == PageGroup(2**20 // page)
+    assert context == min(4096, group.num_pages * 16)
+    assert size_cache(Parameters(engine_dir="x", kv_cache_memory_mb=1, max_context=100), manifest) == ((group,), 100)
+
+
+def windowed_manifest(*windows: int, window_table: bool = False, **facts):
+    manifest = make_manifest(num_layers=len(windows), num_kv_heads=2, head_dim=64, page_size=16, max_context=4096, **facts)
+    model = manifest.model.model_copy(update={"layer_windows": windows})
+    return manifest.model_copy(update={"model": model, "window_table": window_table})
+
+
+def test_layers_with_a_window_take_what_running_sequences_need_and_the_others_the_rest():
+    manifest = windowed_manifest(*[100] * 5, 0, window_table=True)
+    assert manifest.layer_groups == ((5,), (0, 1, 2, 3, 4))
+
+    def groups(**values):
+        return size_pool(Parameters(engine_dir="x", max_step_tokens=64, **values), manifest)
+
+    layer = manifest.layer_page_bytes
+    full, window = groups(kv_cache_memory_mb=64, max_sequences=32)
+    assert window == PageGroup(32 * 9 + 4, window=100)
+    assert 64 * 2**20 - 6 * layer < full.num_pages * layer + window.num_pages * 5 * layer <= 64 * 2**20
+    few, fewer = groups(kv_cache_memory_mb=64, max_sequences=2)
+    assert fewer.num_pages * 5 * layer == pytest.approx(16 * 2**20, rel=0.01), "a quarter of the memory, for prefixes"
+    assert few.num_pages > full.num_pages
+    assert len({group.num_pages for group in groups(kv_cache_memory_mb=4)}) == 1, "short of memory: as many of both"
+    assert groups(kv_cache_memory_mb=64, kv_cache="static") == (PageGroup(64 * 2**20 // manifest.page_bytes),)
+    more = groups(kv_cache_memory_mb=64, speculation="ngram", max_draft_tokens=32, pinned_prefixes=({"text": "a"},))
+    assert more[1].num_pages == 33 * 11 + 4
+
+
+def test_where_every_layer_has_a_window_the_context_is_not_bounded_by_the_pool():
+    parameters = Parameters(engine_dir="x", kv_cache_memory_mb=1)
+    groups, context = size_cache(parameters, windowed_manifest(100, 100, 60))
+    assert (groups[0].window, context) == (100, 4096)
+    assert groups[0].num_pages * 16 < 4096
+    groups, context = size_cache(parameters, windowed_manifest(1000, 1000))
+    assert context == groups[0].num_pages * 16, "it has no room for the window"
+
+
+def test_engines_whose_layers_share_a_table_keep_all_pages():
+    mixed = windowed_manifest(100, 0)
+    assert size_pool(Parameters(engine_dir="x"), mixed) == (PageGroup(2**30 // mixed.page_bytes),)
+    both = windowed_manifest(100, 0, window_table=True)
+    (group,) = size_pool(Parameters(engine_dir="x"), both, draft=mixed)
+    assert group.window == 0, "a draft engine reads the same tables"
+    windows = size_pool(Parameters(engine_dir="x"), both, draft=windowed_manifest(0, 200, window_table=True))
+    assert [group.window for group in windows] == [0, 200]
 
 
 def test_quantized_pages_hold_a_scale_with_each_head_and_more_tokens():
@@ -97,7 +144,7 @@ def test_quantized_pages_hold_a_scale_with_each_head_and_more_tokens():
     assert with_chosen_cache(Parameters(engine_dir="x"), manifest) is manifest
     chosen = with_chosen_cache(Parameters(engine_dir="x", kv_cache_dtype="int8"), manifest)
     assert (chosen.precision.kv_cache, chosen.page_bytes) == ("int8", 2 * 2 * 2 * 16 * (64 + 4))  # two scales
-    assert size_cache(Parameters(engine_dir="x", kv_cache_memory_mb=1), chosen)[0] == 120
+    assert size_cache(Parameters(engine_dir="x", kv_cache_memory_mb=1), chosen)[0] == (PageGroup(120),)
 
 
 def test_pages_that_an_engine_cannot_have_are_refused():
@@ -145,8 +192,9 @@ def test_pinned_prefixes_are_texts_or_texts_with_a_salt():
 def test_prefixes_that_cannot_be_pinned_are_refused(lengths, caching, message):
     parameters = read_parameters(entries(engine_dir="x", prefix_caching=caching))
     with pytest.raises(ConfigError, match=message):
-        check_prefixes(parameters, lengths, 16, 32)
-    assert check_prefixes(read_parameters(entries(engine_dir="x")), [40, 100], 16, 32) == 8
+        check_prefixes(parameters, lengths, 16, [PageGroup(32)])
+    groups = [PageGroup(32), PageGroup(16, window=40)]
+    assert check_prefixes(read_parameters(entries(engine_dir="x")), [40, 100], 16, groups) == [8, 2 + 3]
 
 
 def test_a_static_cache_is_a_region_for_each_sequence():
@@ -155,8 +203,8 @@ def test_a_static_cache_is_a_region_for_each_sequence():
     def size(**values):
         return size_cache(Parameters(engine_dir="x", kv_cache="static", **values), manifest)
 
-    assert size(kv_cache_memory_mb=8, max_sequences=4) == (256, 64 * 16)
-    assert size(kv_cache_memory_mb=8, max_sequences=4, max_context=100) == (256, 100)
+    assert size(kv_cache_memory_mb=8, max_sequences=4) == ((PageGroup(256),), 64 * 16)
+    assert size(kv_cache_memory_mb=8, max_sequences=4, max_context=100) == ((PageGroup(256),), 100)
     with pytest.raises(
         ConfigError, match=r"does not fit the KV cache of 1024 tokens a sequence; set kv_cache_memory_mb to 16 or"
     ):

@@ -388,6 +388,9 @@ def test_readings_are_means_of_gauges_and_growth_of_counters():
     assert (readings.generated_tokens, readings.busy_share) == (200, 1.0)
     assert readings.queue_ms == pytest.approx(5.0)
     assert readings.finished == {"stop": 10.0}
+    window = {"llm_kv_window_pages": {labelled(state="used"): 18.0, labelled(state="free"): 2.0}}
+    fuller = [Snapshot(time, {**sample(time, 1, 5, 0).series, **window}) for time in (0.0, 1.0)]
+    assert take_readings(fuller, config).kv_used_share == pytest.approx(0.9), "of the pool that is fuller"
     assert (readings.ttft_p50_ms, readings.itl_count) == (None, 0)
     assert readings.knobs == {
         "max_sequences": 3,

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, decoders, models
 from llm_runtime.block_manager import BlockManager
 from llm_runtime.engine import Engine, EngineConfig
 from llm_runtime.errors import EngineError, RequestError
+from llm_runtime.page_pool import PageGroup
 from llm_runtime.types import FinishReason, GenerationRequest, SamplingParams, SequenceOutput
 from tests.fake_executor import VOCAB, FakeExecutor, copying, expected_output, next_token
 
@@ -83,7 +84,7 @@ def assert_idle(engine: Engine) -> None:
     stats = engine.stats
     assert not engine.has_work
     assert (stats.running, stats.waiting, stats.pages_used) == (0, 0, 0)
-    assert stats.pages_free + stats.pages_cached == engine.blocks.num_pages
+    assert stats.pages_free + stats.pages_cached == engine.blocks.pools[0].num_pages
 
 
 def prompts(count: int, low: int = 1, high: int = 30, seed: int = 0) -> list[list[int]]:
@@ -206,14 +207,15 @@ def test_a_collision_of_hashes_is_refused():
 
 
 def test_least_recently_used_pages_are_evicted_first_and_from_the_end_of_a_prefix():
-    blocks = BlockManager(num_pages=4, page_size=2)
-    pages = blocks.allocate(4)
+    blocks = BlockManager([PageGroup(4)], page_size=2)
+    first, second = blocks.start([], 4), blocks.start([], 4)
+    pages = [*first[0], *second[0]]
     entry = blocks.root("")
-    chain = [entry := blocks.register(page, entry, [page, page]) for page in pages[:2]]
-    other = blocks.register(pages[2], blocks.root("x"), [7, 7])
-    blocks.release(pages[:2])
-    blocks.release(pages[2:])
-    assert blocks.allocate(2)[0] == pages[3]  # free before cached
+    chain = [entry := blocks.register([page], entry, [page, page]) for page in pages[:2]]
+    other = blocks.register(pages[2:3], blocks.root("x"), [7, 7])
+    blocks.release(first)
+    blocks.release(second)
+    assert blocks.start([], 3)[0][0] == pages[3]  # free before cached
     assert blocks.match([0, 0, 1, 1, 5], "") == chain[:1]
     assert blocks.match([7, 7, 5], "x") == [other]
     blocks.check_invariants()
@@ -352,14 +354,67 @@ def test_a_long_prompt_holds_up_running_streams_by_at_most_one_chunk():
     assert max(sum(len(row.token_ids) for row in call) for call in executor.calls) <= 8 + 1
 
 
+def windowed(rule, window: int):
+    """The same rule of the newest tokens alone."""
+    return (lambda context: rule(context[-window:])) if window else rule
+
+
+def test_a_long_sequence_takes_no_more_than_its_window_of_the_layers_that_have_one():
+    executor = FakeExecutor([PageGroup(100), PageGroup(6, window=9)])
+    engine = make_engine(executor, max_step_tokens=8, prefill_chunk_tokens=8, max_context=400)
+    (prompt,) = prompts(1, 60, 60)
+    engine.add(make_request("a", prompt, max_tokens=300))
+    results: list[int] = []
+    while engine.has_work:
+        results += [token for output in engine.step(0.0) for token in output.token_ids]
+        assert engine.stats.window_pages_used <= 5
+    assert results == expected_output(prompt, 300)
+    assert engine.stats.preemptions == 0
+    assert (engine.stats.pages_used, engine.stats.window_pages_used) == (0, 0)
+
+
+def test_a_shared_prefix_is_a_hit_as_long_as_its_window_is_there():
+    executor = FakeExecutor([PageGroup(100), PageGroup(12, window=9)])
+    engine = make_engine(executor, max_context=200)
+    (shared,) = prompts(1, 40, 40)
+    for name, cached in (("first", 0), ("second", 40)):
+        engine.add(make_request(name, [*shared, 5, 6, len(name)], max_tokens=4))
+        result = run(engine)[name]
+        assert result.token_ids == expected_output([*shared, 5, 6, len(name)], 4)
+        assert result.last.num_cached_tokens == cached
+    engine.add(make_request("other", prompts(1, 90, 90, seed=9)[0], max_tokens=4))  # goes through the window's whole pool
+    run(engine)
+    engine.add(make_request("third", [*shared, 9], max_tokens=4))
+    result = run(engine)["third"]
+    assert result.token_ids == expected_output([*shared, 9], 4)
+    assert result.last.num_cached_tokens == 0
+
+
+def test_a_pinned_prefix_keeps_its_window():
+    executor = FakeExecutor([PageGroup(100), PageGroup(12, window=9)])
+    engine = make_engine(executor, max_context=200)
+    (shared,) = prompts(1, 40, 40)
+    engine.pin([(tuple(shared), "")])
+    assert (engine.stats.pages_used, engine.stats.window_pages_used) == (10, 2)
+    engine.add(make_request("other", prompts(1, 90, 90, seed=9)[0], max_tokens=4))
+    while engine.has_work:
+        engine.step(0.0)
+    engine.add(make_request("a", [*shared, 9], max_tokens=4))
+    outputs = [output for _ in range(4) for output in engine.step(0.0)]
+    assert outputs[-1].num_cached_tokens == 40
+    assert [token for output in outputs for token in output.token_ids] == expected_output([*shared, 9], 4)
+
+
+@pytest.mark.parametrize("windows", [(0,), (9,), (0, 9)], ids=str)
 @pytest.mark.parametrize("max_draft_tokens", [0, 5])
-@pytest.mark.parametrize("seed", range(20))
-def test_random_schedules_keep_the_laws(seed, max_draft_tokens):
+@pytest.mark.parametrize("seed", range(10))
+def test_random_schedules_keep_the_laws(seed, max_draft_tokens, windows):
     """Arrivals, cancels, deadlines and shared prefixes at random, in a pool that is too small, with guesses and without."""
     rng = random.Random(seed)
-    rule = copying if max_draft_tokens else next_token
+    rule = windowed(copying if max_draft_tokens else next_token, windows[0])
+    groups = [PageGroup(rng.randint(10, 20), window) for window in windows]
     engine = make_engine(
-        FakeExecutor(num_pages=rng.randint(10, 20), page_size=4, rule=rule),
+        FakeExecutor(groups, page_size=4, rule=rule),
         max_draft_tokens=max_draft_tokens,
         max_sequences=rng.randint(1, 6),
         max_step_tokens=rng.randint(6, 40),
@@ -431,7 +486,7 @@ def test_pinned_prefixes_are_computed_anew_after_a_failure():
     with pytest.raises(EngineError):
         engine.step(0.0)
     engine.fail_all("lost")
-    executor.pool[:] = -1
+    executor.pools[0][:] = -1
     engine.pin(prefixes)
     engine.blocks.check_invariants()
     assert engine.stats.pages_used == 3

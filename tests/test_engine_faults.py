@@ -185,7 +185,7 @@ class LosesItsPool(FakeExecutor):
         try:
             return super().execute(rows)
         except EngineError:
-            self.pool[:] = 96
+            self.pools[0][:] = 96
             raise MemoryError("no memory for 96 bytes") from None
 
 

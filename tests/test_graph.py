@@ -134,11 +134,3 @@ def test_what_is_not_finite_does_not_reach_the_next_owner_of_its_pages(overflowi
     assert not np.isfinite(spoiled).all()
     executor.execute([Row([7, 5, 5, 7, 5, 5, 5], 1, [4], 0)])
     np.testing.assert_allclose(run_in_chunks(executor, prompt, [3] + [1] * (len(prompt) - 3), [3, 4]), expected, atol=1e-6)
-
-
-def test_a_copied_page_reads_the_same(shelf):
-    executor = load_executor(shelf.engine("llama"), attention="standard")
-    expected = run_in_chunks(executor, PROMPT[:9], [8, 1], [1, 2])[-1]
-    executor.copy_page(1, 5)
-    executor.execute([Row(PROMPT[:8], 0, [1], 0)])
-    np.testing.assert_allclose(log_softmax(executor.execute([Row([PROMPT[8]], 8, [5, 6], 1)]))[0], expected, atol=1e-6)

@@ -8,6 +8,7 @@ keys and values to int8 or fp8, a sum that differs in its last bit may round to 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import pytest
 from tokenizers import Tokenizer
@@ -15,6 +16,7 @@ from tokenizers import Tokenizer
 from llm_runtime.engine import Engine, EngineConfig
 from llm_runtime.executors.ort import OrtExecutor, OrtOptions
 from llm_runtime.manifest import CacheName, read_manifest
+from llm_runtime.page_pool import PageGroup
 from llm_runtime.types import GenerationRequest, SamplingParams, TokenLogprob
 from tests.test_speculation import Guesser
 from tests.tiny_models import VOCAB_SIZE
@@ -50,7 +52,7 @@ class Loaded:
         self,
         prompts: list[tuple[int, ...]],
         *,
-        num_pages: int = 200,
+        num_pages: int | Sequence[PageGroup] = 200,
         together: bool = True,
         guesses: dict[tuple[int, ...], int] | None = None,
         **limits,
@@ -59,7 +61,8 @@ class Loaded:
 
         guesses: with speculation, the next token after each context; some are made wrong.
         """
-        executor = OrtExecutor(self.folder, self.manifest, num_pages, self.options)
+        groups = [PageGroup(num_pages)] if isinstance(num_pages, int) else num_pages
+        executor = OrtExecutor(self.folder, self.manifest, groups, self.options)
         values = {
             "max_sequences": 8,
             "max_step_tokens": 512,
@@ -124,6 +127,11 @@ def test_every_way_to_run_gives_the_same_tokens(loaded, seed, tie):
     assert loaded.stats.prefix_hit_tokens > 0
     assert_same(alone, loaded.run(prompts, num_pages=32, prefix_caching=False), tie)
     assert loaded.stats.preemptions > 0
+    windows = loaded.manifest.model.layer_windows
+    if loaded.manifest.window_table:
+        groups = [PageGroup(200), PageGroup(60, max(windows))]
+        for limits in ({}, {"prefill_chunk_tokens": 7, "max_step_tokens": 16}, {"prefix_caching": False}):
+            assert_same(alone, loaded.run(prompts, num_pages=groups, **limits), tie)
     assert_same(alone, loaded.run(prompts, static_cache=True), tie)
     guesses = {
         (*prompt, *(choice.token_id for choice in output[:count])): output[count].token_id

@@ -9,6 +9,7 @@ from typing import ClassVar
 import pytest
 
 from llm_runtime.block_manager import BlockManager
+from llm_runtime.page_pool import PageGroup
 from llm_runtime.scheduler import Scheduler, StepPlan
 from llm_runtime.sequence import Sequence, State
 from llm_runtime.types import FinishReason, GenerationRequest, SamplingParams
@@ -17,7 +18,7 @@ PAGE = 4
 
 
 def make_scheduler(num_pages: int = 64, max_sequences: int = 4, max_step_tokens: int = 32, chunk: int = 8) -> Scheduler:
-    return Scheduler(BlockManager(num_pages, PAGE), max_sequences, max_step_tokens, chunk)
+    return Scheduler(BlockManager([PageGroup(num_pages)], PAGE), max_sequences, max_step_tokens, chunk)
 
 
 def add(

@@ -11,6 +11,7 @@ import pytest
 
 from llm_runtime.engine import Engine, EngineConfig
 from llm_runtime.errors import EngineError
+from llm_runtime.page_pool import PageGroup
 from llm_runtime.sampler import SamplerState
 from llm_runtime.sequence import Sequence
 from llm_runtime.speculation import NgramIndex, Speculator, StepCost
@@ -319,7 +320,7 @@ def test_a_step_without_a_match_does_not_forget_what_was_learned():
     assert speculator._states["a"].acceptance == good
 
 
-def drafting(rule=copying, *, num_pages: int = 200, target=copying, strict: bool = True, **options) -> Engine:
+def drafting(rule=copying, *, num_pages: int | list[PageGroup] = 200, target=copying, strict: bool = True, **options) -> Engine:
     """An engine that a second one, of this rule, guesses for."""
     draft = FakeExecutor(num_pages, rule=rule, strict=strict)
     values = {"max_sequences": 4, "max_step_tokens": 64, "prefill_chunk_tokens": 64, "max_context": 100} | options
@@ -356,6 +357,8 @@ def test_a_draft_that_knows_the_answer_takes_a_fraction_of_the_steps():
         {"num_pages": 26},
         {"prefix_caching": False},
         {"static_cache": True, "max_context": 60},
+        {"num_pages": [PageGroup(200), PageGroup(100, window=9)]},
+        {"num_pages": [PageGroup(26), PageGroup(16, window=9)]},
     ],
     ids=str,
 )

@@ -17,6 +17,7 @@ from llm_runtime.executors import open_executor
 from llm_runtime.executors.ort import OrtExecutor
 from llm_runtime.executors.trt_bindings import beside_pool_bytes, check_engine
 from llm_runtime.manifest import EngineManifest, check_files, read_manifest, sha256_file, write_manifest
+from llm_runtime.page_pool import PageGroup
 from tests.manifests import make_manifest, make_plan, with_plan
 
 torch = pytest.importorskip("torch")
@@ -278,9 +279,9 @@ class TestChoice:
         parameters = Parameters(engine_dir="x", kv_cache_memory_mb=1, attention="standard", num_threads=1)
         executor = open_executor(folder, read_manifest(folder), parameters)
         assert isinstance(executor, OrtExecutor)
-        assert executor.num_pages == size_pool(parameters, read_manifest(folder))
+        assert executor.page_groups == size_pool(parameters, read_manifest(folder))
         assert "standard attention" in executor.description
-        assert open_executor(folder, read_manifest(folder), parameters, num_pages=9).num_pages == 9
+        assert open_executor(folder, read_manifest(folder), parameters, (PageGroup(9),)).page_groups == (PageGroup(9),)
 
     @no_gpu
     def test_steps_larger_than_the_plans_are_announced(self, folder, caplog):

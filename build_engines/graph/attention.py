@@ -76,7 +76,7 @@ class FusedAttention:
             inputs.value_pages[layer],
             inputs["row_starts"],
             inputs["past_lengths"],
-            inputs["page_table"],
+            inputs.page_tables[layer],
         )
         attributes: dict[str, object] = {
             "num_heads": config.num_heads,
@@ -113,7 +113,7 @@ class StandardAttention:
         window = config.layer_windows[layer]
         kept_key, kept_value = self._cache.store(b, layer, 0, key), self._cache.store(b, layer, 1, value)
         if window not in self._tables:
-            self._tables[window] = self._table_and_mask(b, window)
+            self._tables[window] = self._table_and_mask(b, inputs.page_tables[layer], window)
         table, mask = self._tables[window]
         # The whole pool is dequantized on paper only: TensorRT takes FP8 from nothing but its own operator, which it then runs
         # on what is gathered.
@@ -146,12 +146,12 @@ class StandardAttention:
         )
         return b.op("Concat", b.op("Reshape", gathered, shape), b.op("Gather", new, self._inputs["row_tokens"]), axis=1)
 
-    def _table_and_mask(self, b: GraphBuilder, window: int) -> tuple[ir.Value, ir.Value]:
-        """The page table to gather and the mask bool [B, 1, M, past + M] of what each query may attend to."""
+    def _table_and_mask(self, b: GraphBuilder, table: ir.Value, window: int) -> tuple[ir.Value, ir.Value]:
+        """The part of the page table to gather and the mask bool [B, 1, M, past + M] of what each query may attend to."""
         inputs = self._inputs
         past = b.op("Unsqueeze", b.op("Cast", inputs["past_lengths"], to=ir.DataType.INT64), b.const([1]))  # [B, 1]
         query_index = _arange(b, b.op("Shape", inputs["row_tokens"], start=1, end=2))  # [M]
-        table, key_position = self._windowed_table(b, past, window) if window else self._full_table(b)
+        table, key_position = self._windowed_table(b, table, past, window) if window else self._full_table(b, table)
         past_key = b.op("Unsqueeze", key_position, b.const([1]))  # [B or 1, 1, S]
         seen = b.op("Less", past_key, b.op("Unsqueeze", past, b.const([2])))  # [B, 1, S]
         query_column = b.op("Unsqueeze", query_index, b.const([1]))  # [M, 1]
@@ -170,14 +170,13 @@ class StandardAttention:
         mask = b.op("Concat", seen, causal, axis=2)
         return table, b.op("Unsqueeze", mask, b.const([1]))
 
-    def _full_table(self, b: GraphBuilder) -> tuple[ir.Value, ir.Value]:
-        table = self._inputs["page_table"]
+    def _full_table(self, b: GraphBuilder, table: ir.Value) -> tuple[ir.Value, ir.Value]:
         num_slots = b.op("Mul", b.op("Shape", table, start=1, end=2), b.const([self._page_size]))
         return table, b.op("Unsqueeze", _arange(b, num_slots), b.const([0]))
 
-    def _windowed_table(self, b: GraphBuilder, past: ir.Value, window: int) -> tuple[ir.Value, ir.Value]:
+    def _windowed_table(self, b: GraphBuilder, table: ir.Value, past: ir.Value, window: int) -> tuple[ir.Value, ir.Value]:
         """Only pages from the one that holds the first query's oldest visible key (at past - window + 1)."""
-        page_size, table = self._page_size, self._inputs["page_table"]
+        page_size = self._page_size
         num_pages = (window - 2) // page_size + 2  # window - 1 past tokens touch at most this many pages
         oldest = b.op("Max", b.op("Sub", past, b.const(window - 1)), b.const(0))
         first_page = b.op("Div", oldest, b.const(page_size))  # [B, 1]

@@ -14,7 +14,7 @@ from build_engines.graph.layers import Rotary, gated_mlp, head_norm, make_rotary
 from build_engines.graph.linear import Linear, make_fused_linear, make_linear
 from build_engines.graph.numerics import NUMPY_TYPES, Numerics
 from build_engines.graph.ops import GraphBuilder
-from llm_runtime.manifest import QUANTIZED_GRAPHS, GraphName, quantized_head_bytes
+from llm_runtime.manifest import QUANTIZED_GRAPHS, GraphName, layers_by_table, quantized_head_bytes
 
 EMBEDDING = "model.embed_tokens"
 
@@ -78,7 +78,15 @@ class Decoder:
         head = (config.num_kv_heads, quantized_head_bytes(config.head_dim) if quantized else config.head_dim)
         fused = kind != "standard"
         page_shape = ("N", page_size, *head)
-        inputs = declare_inputs(b, fused=fused, num_layers=config.num_layers, page_shape=page_shape, page_type=page_type)
+        groups = layers_by_table(config.layer_windows)
+        inputs = declare_inputs(
+            b,
+            fused=fused,
+            windows=config.layer_windows,
+            window_table=len(groups) > 1,
+            page_shape=page_shape,
+            page_type=page_type,
+        )
         attention: Attention
         if fused:
             attention = FusedAttention(config, inputs, quantized or "fp32")
@@ -86,10 +94,11 @@ class Decoder:
             attention = StandardAttention(config, inputs, page_size, Cache(self.numerics, self._cache_scales))
         rotaries = self._rotaries(b, inputs)
         hidden = self._embed(b, inputs["input_ids"])
-        new: list[ir.Value] = []
+        kept: list[tuple[ir.Value, ir.Value]] = []
         for index, layer in enumerate(self.layers):
             hidden, key, value = self._layer(b, index, layer, hidden, rotaries[index], attention)
-            new += [key, value]
+            kept.append((key, value))
+        new = [part for layers in groups for index in layers for part in kept[index]]
         last = b.op("Gather", hidden, inputs["logit_positions"])
         logits = b.to_float32(self.head(b, rms_norm(b, last, "model.norm.weight", config.rms_norm_eps)))
         new_shape = [config.num_layers, 2, -1, *head]

@@ -5,6 +5,7 @@ T tokens of all rows, B rows, P pages a row, L rows of logits, M tokens of the l
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
@@ -20,6 +21,7 @@ COMMON_INPUTS: tuple[tuple[str, ir.DataType, tuple[int | str, ...]], ...] = (
     ("page_table", INT32, ("B", "P")),
     ("logit_positions", INT64, ("L",)),
 )
+WINDOW_INPUTS = (("window_page_table", INT32, ("B", "P")),)  # where some layers have a window and others have none
 FUSED_INPUTS = (("row_starts", INT32, ("B_plus_1",)),)
 STANDARD_INPUTS = (("row_tokens", INT64, ("B", "M")), ("token_slots", INT64, ("T",)))
 PAGE_AXES = ("N", "page_size", "kv_heads", "head_dim")
@@ -27,9 +29,10 @@ PAGE_AXES = ("N", "page_size", "kv_heads", "head_dim")
 
 @dataclass(frozen=True)
 class GraphInputs:
-    """Input values by name, and the pool of each layer."""
+    """Input values by name, and the page table and the pool of each layer."""
 
     named: dict[str, ir.Value]
+    page_tables: list[ir.Value]
     key_pages: list[ir.Value]
     value_pages: list[ir.Value]
 
@@ -38,20 +41,27 @@ class GraphInputs:
 
 
 def declare_inputs(
-    b: GraphBuilder, *, fused: bool, num_layers: int, page_shape: tuple[int | str, ...], page_type: ir.DataType = FLOAT
+    b: GraphBuilder,
+    *,
+    fused: bool,
+    windows: Sequence[int],
+    window_table: bool,
+    page_shape: tuple[int | str, ...],
+    page_type: ir.DataType = FLOAT,
 ) -> GraphInputs:
-    """`page_shape` is (pages, page_size, kv_heads, head_dim)."""
-    table = COMMON_INPUTS + (FUSED_INPUTS if fused else STANDARD_INPUTS)
+    """`windows` are the layers', 0 where one has none; `page_shape` is (pages, page_size, kv_heads, head_dim)."""
+    table = COMMON_INPUTS + (WINDOW_INPUTS if window_table else ()) + (FUSED_INPUTS if fused else STANDARD_INPUTS)
     named = {name: b.input(name, dtype, shape) for name, dtype, shape in table}
     pages = [
         (b.input(f"key_pages.{i}", page_type, page_shape), b.input(f"value_pages.{i}", page_type, page_shape))
-        for i in range(num_layers)
+        for i in range(len(windows))
     ]
-    return GraphInputs(named, [key for key, _ in pages], [value for _, value in pages])
+    names = ["window_page_table" if window_table and window else "page_table" for window in windows]
+    return GraphInputs(named, [named[name] for name in names], [key for key, _ in pages], [value for _, value in pages])
 
 
 def input_axes(name: str) -> tuple[int | str, ...]:
     """Names of the axes of an input of the standard graph. Raises KeyError for another name."""
     if name.startswith(("key_pages.", "value_pages.")):
         return PAGE_AXES
-    return {known: axes for known, _, axes in COMMON_INPUTS + STANDARD_INPUTS}[name]
+    return {known: axes for known, _, axes in COMMON_INPUTS + WINDOW_INPUTS + STANDARD_INPUTS}[name]

@@ -25,6 +25,7 @@ from llm_runtime.executors.base import Row  # noqa: E402
 from llm_runtime.executors.trt import TrtExecutor, open_tensorrt  # noqa: E402
 from llm_runtime.executors.trt_engine import MODULES, RUNTIME_CACHE_NAME, TrtOptions  # noqa: E402
 from llm_runtime.manifest import read_manifest  # noqa: E402
+from llm_runtime.page_pool import PageGroup  # noqa: E402
 from llm_runtime.sampler import SamplerState  # noqa: E402
 from llm_runtime.types import GenerationRequest, SamplingParams  # noqa: E402
 from tests.engines import PAGE_SIZE, RECIPES, load_executor, log_softmax, run_in_chunks  # noqa: E402
@@ -73,7 +74,7 @@ def load() -> Iterator:
 
     def load(folder: Path, num_pages: int = NUM_PAGES, **options: object) -> TrtExecutor:
         trt_options = TrtOptions(**options)  # type: ignore[arg-type]
-        opened.append(open_tensorrt(folder, read_manifest(folder), trt_options, lambda gpu: num_pages))
+        opened.append(open_tensorrt(folder, read_manifest(folder), trt_options, lambda gpu: [PageGroup(num_pages)]))
         return opened[-1]
 
     yield load

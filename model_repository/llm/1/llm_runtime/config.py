@@ -12,7 +12,7 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -20,6 +20,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from llm_runtime.errors import ConfigError
 from llm_runtime.manifest import EngineManifest
+from llm_runtime.page_pool import PageGroup
 
 TRITON_KEYS = {"FORCE_CPU_ONLY_INPUT_TENSORS", "EXECUTION_ENV_PATH"}  # Triton's own, not ours
 
@@ -138,10 +139,11 @@ class GpuMemory:
 
 def size_pool(
     parameters: Parameters, manifest: EngineManifest, gpu: GpuMemory | None = None, draft: EngineManifest | None = None
-) -> int:
-    """Pages of the KV pool; `gpu` where the engine runs on one, `draft` where another has as many pages beside it. Raises
-    ConfigError with the sizes and the knob to change."""
-    size = manifest.page_bytes + (draft.page_bytes if draft else 0)
+) -> tuple[PageGroup, ...]:
+    """Groups of the KV pool's pages; `gpu` where the engine runs on one, `draft` where another has as many pages beside it.
+    Raises ConfigError with the sizes and the knob to change."""
+    engines = [manifest, draft] if draft else [manifest]
+    size = sum(engine.page_bytes for engine in engines)
     knob, value, num_pages = _chosen_pages(parameters, manifest, size, gpu)
     if gpu is not None:
         _check_gpu(knob, value, num_pages, manifest, gpu)
@@ -150,21 +152,28 @@ def size_pool(
         raise ConfigError(
             f"config.pbtxt: {knob} {value} holds {num_pages} pages of {size} bytes; at least 2 are needed: {needed}"
         )
-    longest_context(parameters, manifest, num_pages)
-    return num_pages
+    groups = _page_groups(parameters, engines, num_pages, is_on_gpu=gpu is not None)
+    longest_context(parameters, manifest, groups)
+    return groups
 
 
-def longest_context(parameters: Parameters, manifest: EngineManifest, num_pages: int, num_pinned: int = 0) -> int:
-    """Tokens of the longest sequence beside so many pinned pages. Raises ConfigError with the sizes and the knob to change."""
+def longest_context(
+    parameters: Parameters, manifest: EngineManifest, groups: Sequence[PageGroup], pinned: Sequence[int] | None = None
+) -> int:
+    """Tokens of the longest sequence beside so many pinned pages of each group. Raises ConfigError with the sizes and the knob
+    to change."""
     page_size, limit = manifest.limits.page_size, manifest.limits.max_context
     sharers = parameters.max_sequences if parameters.kv_cache == "static" else 1  # of the pool, each with a part of its own
-    capacity = (num_pages - num_pinned) // sharers * page_size
+    pinned = pinned or [0] * len(groups)
+    left = [replace(group, num_pages=(group.num_pages - n) // sharers) for group, n in zip(groups, pinned, strict=True)]
+    contexts = [group.max_context(page_size) for group in left]
+    capacity = min([limit, *(context for context in contexts if context is not None)])
     if parameters.max_context > limit:
         raise ConfigError(
             f"config.pbtxt: max_context {parameters.max_context} is over the engine's {limit}; set it to {limit} or less"
         )
     if parameters.max_context > capacity:
-        num_needed = num_pinned + sharers * -(-parameters.max_context // page_size)
+        num_needed = max(pinned) + sharers * -(-parameters.max_context // page_size)
         needed = f"kv_cache_memory_mb to {_mib(num_needed * manifest.page_bytes)} or more"
         if parameters.kv_cache_gpu_fraction:
             needed = f"kv_cache_gpu_fraction higher than {parameters.kv_cache_gpu_fraction:g}"
@@ -174,10 +183,41 @@ def longest_context(parameters: Parameters, manifest: EngineManifest, num_pages:
         )
     if not capacity:
         raise ConfigError(
-            f"config.pbtxt: kv_cache static has {num_pages} pages for max_sequences {sharers}; at least one each is needed: "
-            f"set kv_cache_memory_mb to {_mib(sharers * manifest.page_bytes)} or more, or max_sequences lower"
+            f"config.pbtxt: kv_cache static has {groups[0].num_pages} pages for max_sequences {sharers}; at least one each is "
+            f"needed: set kv_cache_memory_mb to {_mib(sharers * manifest.page_bytes)} or more, or max_sequences lower"
         )
     return min(parameters.max_context or limit, capacity)
+
+
+def _page_groups(
+    parameters: Parameters, engines: Sequence[EngineManifest], num_pages: int, *, is_on_gpu: bool
+) -> tuple[PageGroup, ...]:
+    """How the memory of so many pages of all layers is shared out.
+
+    Pages of layers with a window are used again as it moves on, so there need be no more of them than the running sequences
+    have at once. Not less than a quarter of the memory, though: what a prefix has there must stay for it to be a hit.
+    """
+    windows = [_windows_by_table(engine) for engine in engines]
+    if parameters.kv_cache == "static" or any([bool(w) for w in each] != [bool(w) for w in windows[0]] for each in windows):
+        return (PageGroup(num_pages),)
+    first, *others = (max(of_table) for of_table in zip(*windows, strict=True))
+    if not others or is_on_gpu:
+        return (PageGroup(num_pages, first),)
+    page_size = engines[0].limits.page_size
+    sizes = [sum(len(engine.layer_groups[i]) * engine.layer_page_bytes for engine in engines) for i in range(2)]
+    window = PageGroup(num_pages, others[0])
+    guesses = parameters.max_draft_tokens if parameters.speculation != "off" else 0
+    at_once = (parameters.max_sequences + len(parameters.pinned_prefixes)) * (window.pages_at_once(1 + guesses, page_size) + 1)
+    needed = at_once + -(-parameters.max_step_tokens // page_size)
+    memory = num_pages * sum(sizes)
+    num_window = min(num_pages, max(needed, memory // 4 // sizes[1]))
+    return PageGroup((memory - num_window * sizes[1]) // sizes[0]), replace(window, num_pages=num_window)
+
+
+def _windows_by_table(manifest: EngineManifest) -> list[int]:
+    """For each page table that the engine reads, the longest window of its layers; 0 where one attends to all."""
+    windows = manifest.model.layer_windows
+    return [max(windows[i] for i in layers) if all(windows[i] for i in layers) else 0 for layers in manifest.layer_groups]
 
 
 def check_draft(target: EngineManifest, draft: EngineManifest) -> None:
@@ -197,8 +237,9 @@ def check_draft(target: EngineManifest, draft: EngineManifest) -> None:
         )
 
 
-def check_prefixes(parameters: Parameters, lengths: Sequence[int], page_size: int, num_pages: int) -> int:
-    """Pages that the pinned prefixes, of so many tokens each, take for good. Raises ConfigError where they leave too few."""
+def check_prefixes(parameters: Parameters, lengths: Sequence[int], page_size: int, groups: Sequence[PageGroup]) -> list[int]:
+    """Pages of each group that the pinned prefixes, of so many tokens each, take for good. Raises ConfigError where they leave
+    too few."""
     if lengths and not (parameters.prefix_caching and parameters.kv_cache == "paged"):
         raise ConfigError("config.pbtxt: pinned_prefixes need prefix_caching true and kv_cache paged")
     for index, length in enumerate(lengths):
@@ -206,19 +247,21 @@ def check_prefixes(parameters: Parameters, lengths: Sequence[int], page_size: in
             raise ConfigError(
                 f"config.pbtxt: pinned_prefixes[{index}] has {length} tokens; only whole pages, of {page_size} tokens, are kept"
             )
-    pinned = sum(length // page_size for length in lengths)
-    if 2 * pinned > num_pages:
-        raise ConfigError(
-            f"config.pbtxt: pinned_prefixes take {pinned} of the KV cache's {num_pages} pages; allowed: half of them; set "
-            "kv_cache_memory_mb higher, or pin less"
-        )
-    return pinned
+    num_pages = [length // page_size for length in lengths]
+    taken = [sum(n - group.first_page(n * page_size, page_size) for n in num_pages) for group in groups]
+    for pinned, group in zip(taken, groups, strict=True):
+        if 2 * pinned > group.num_pages:
+            raise ConfigError(
+                f"config.pbtxt: pinned_prefixes take {pinned} of the KV cache's {group.num_pages} pages; allowed: half of "
+                "them; set kv_cache_memory_mb higher, or pin less"
+            )
+    return taken
 
 
-def size_cache(parameters: Parameters, manifest: EngineManifest) -> tuple[int, int]:
-    """Of an engine on a CPU: (pages in the pool, longest context in tokens). Raises ConfigError."""
-    num_pages = size_pool(parameters, manifest)
-    return num_pages, longest_context(parameters, manifest, num_pages)
+def size_cache(parameters: Parameters, manifest: EngineManifest) -> tuple[tuple[PageGroup, ...], int]:
+    """Of an engine on a CPU: (its groups of pages, longest context in tokens). Raises ConfigError."""
+    groups = size_pool(parameters, manifest)
+    return groups, longest_context(parameters, manifest, groups)
 
 
 def _chosen_pages(parameters: Parameters, manifest: EngineManifest, size: int, gpu: GpuMemory | None) -> tuple[str, str, int]:

@@ -2,8 +2,8 @@
 
 It has the same vocabulary, and a pool of its own with the pages of the larger one's numbers, so one page table serves both:
 what the larger one prefills, it prefills too, and pages that are shared or cached are so in both. A page that it had no time
-for (guesses were off when it was filled) holds something else there; guesses after it are worse, and cost a check, but change
-no token.
+for (guesses were off when it was filled, and perhaps it has left the window since) holds something else there; guesses after it
+are worse, and cost a check, but change no token.
 """
 
 from __future__ import annotations
@@ -12,12 +12,10 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-import numpy as np
-
-from llm_runtime.executors.base import Executor, Row
+from llm_runtime.executors.base import Executor
 from llm_runtime.sampler import SamplerState
 from llm_runtime.scheduler import ScheduledRow, StepPlan
-from llm_runtime.sequence import Sequence
+from llm_runtime.sequence import Sequence, make_row
 from llm_runtime.speculation import Speculator
 
 MEMORY = 0.9  # of durations: the weight of what was before the newest
@@ -67,7 +65,10 @@ class DraftSpeculator(Speculator):
         return self._step_seconds / whole if self._step_seconds is not None and whole else 0.0
 
     def _prefill(self, plan: StepPlan) -> None:
-        rows = [self._row(row.sequence, row.sequence.num_computed, row.num_tokens, 0) for row in plan.prefill]
+        rows = []
+        for row in plan.prefill:
+            start = row.sequence.num_computed
+            rows.append(make_row(row.sequence, row.sequence.token_ids[start : start + row.num_tokens], start, 0))
         if rows:
             self.executor.execute(rows)
         for row in plan.prefill:
@@ -88,11 +89,13 @@ class DraftSpeculator(Speculator):
             length = len(sequence.token_ids)
             if drawn:
                 states[name] = states[name].ahead(drawn[-1:])[-1]
-                rows.append(Row(np.array(drawn[-1:], np.int64), length + len(drawn) - 1, sequence.page_ids))  # type: ignore[arg-type]
+                rows.append(make_row(sequence, drawn[-1:], length + len(drawn) - 1, 1))
             else:
                 # After a preemption fewer tokens are computed than were here.
                 start = min(self._computed.get(name, 0), length - 1, sequence.num_computed)
-                rows.append(self._row(sequence, start, length - start, 1))
+                if start < sequence.num_computed:  # what has no page any more stays as it is
+                    start = max(start, sequence.num_pages_gone * self.executor.page_size)
+                rows.append(make_row(sequence, sequence.token_ids[start:], start, 1))
             next_states.append(states[name])
             contexts.append([*sequence.token_ids, *drawn])
         started = self._clock()
@@ -103,8 +106,3 @@ class DraftSpeculator(Speculator):
             self._step_seconds = MEMORY * before + (1 - MEMORY) * seconds
         for index, choice in zip(open_rows, choices, strict=True):
             guesses[index].append(max(choice.token_id, 0))  # a broken row guesses anything
-
-    @staticmethod
-    def _row(sequence: Sequence, start: int, count: int, num_logits: int) -> Row:
-        token_ids = np.array(sequence.token_ids[start : start + count], np.int64)
-        return Row(token_ids, start, sequence.page_ids, num_logits)  # type: ignore[arg-type]

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-import numpy as np
 from tokenizers import Tokenizer
 
 from llm_runtime.block_manager import BlockManager, StaticBlocks
@@ -17,7 +16,7 @@ from llm_runtime.executors.base import Executor, Row
 from llm_runtime.metrics import Stats
 from llm_runtime.sampler import Choice, SamplerState
 from llm_runtime.scheduler import ScheduledRow, Scheduler, StepPlan
-from llm_runtime.sequence import Sequence
+from llm_runtime.sequence import Sequence, make_row
 from llm_runtime.speculation import Speculator
 from llm_runtime.types import FinishReason, GenerationRequest, SamplingParams, SequenceOutput
 
@@ -65,19 +64,18 @@ class Engine:
         draft: Executor | None = None,
     ) -> None:
         """`clock` says when a step's tokens came; the `now` of each step is a time of the same clock. `draft`: guesses for the
-        executor, and has its vocabulary and its pages' size and number; None: guesses come from a sequence's own text."""
+        executor, and has its vocabulary and its pages' size and groups; None: guesses come from a sequence's own text."""
         self.executor = executor
         self.config = config
         self.stats = Stats(max_sequences=config.max_sequences)
         self._clock = clock
         self._tokenizer = tokenizer
         # Never more than the pool holds, or a sequence alone in it could wait for pages for ever.
-        self.max_context = min(config.max_context, executor.num_pages * executor.page_size)
-        self.blocks = (
-            StaticBlocks(executor.num_pages, executor.page_size, -(-self.max_context // executor.page_size))
-            if config.static_cache
-            else BlockManager(executor.num_pages, executor.page_size, prefix_caching=config.prefix_caching)
-        )
+        groups, page_size = executor.page_groups, executor.page_size
+        self.blocks = BlockManager(groups, page_size, prefix_caching=config.prefix_caching)
+        self.max_context = min(config.max_context, self.blocks.max_context() or config.max_context)
+        if config.static_cache:
+            self.blocks = StaticBlocks(groups[0].num_pages, page_size, -(-self.max_context // page_size))
         self.scheduler = Scheduler(
             self.blocks, config.max_sequences, config.max_step_tokens, config.prefill_chunk_tokens, self.max_context
         )
@@ -88,7 +86,7 @@ class Engine:
         self._live: dict[str, LiveSequence] = {}
         self._outputs: list[SequenceOutput] = []  # owed to the caller; kept here so that a step that fails loses none
         self._arrivals = 0
-        self._pinned_pages: list[int] = []
+        self._pinned: list[list[list[int]]] = []  # pages of each
         self._update_gauges()
 
     def close(self) -> None:
@@ -130,8 +128,8 @@ class Engine:
         """Compute these (token ids, salt) now, and keep their whole pages in the prefix cache for good, in place of what was
         pinned before. Call while nothing is live; nothing of it is counted. Raises RequestError for one that does not fit,
         EngineError."""
-        self.blocks.release(self._pinned_pages)
-        self._pinned_pages = []
+        while self._pinned:
+            self.blocks.release(self._pinned.pop())
         counted, self.stats = self.stats, Stats()
         try:
             self._compute_pinned(prefixes)
@@ -151,9 +149,7 @@ class Engine:
                     if output.error is not None:
                         raise EngineError(f"a pinned prefix could not be computed: {output.error}")
             # One more than there are, since a match leaves a token to run.
-            pages = [entry.page_id for entry in self.blocks.match([*token_ids, 0], salt)]
-            self.blocks.acquire(pages)
-            self._pinned_pages += pages
+            self._pinned.append(self.blocks.hold(self.blocks.match([*token_ids, 0], salt)))
 
     def cancel(self, request_id: str) -> None:
         """End a request now, running or waiting; no effect on one that has ended."""
@@ -363,10 +359,15 @@ class Engine:
         self.stats.draft_tokens += num_drafted
 
     def _update_gauges(self) -> None:
-        stats, blocks = self.stats, self.blocks
+        stats = self.stats
         stats.running, stats.waiting = len(self.scheduler.running), self.scheduler.num_waiting
-        stats.pages_used, stats.pages_cached, stats.pages_free = blocks.num_in_use, blocks.num_cached, blocks.num_free
-        stats.preemptions, stats.evicted_pages = self.scheduler.num_preemptions, blocks.num_evictions
+        pool, *others = self.blocks.pools
+        stats.pages_used, stats.pages_cached, stats.pages_free = pool.num_in_use, pool.num_cached, pool.num_free
+        for window in others:
+            stats.window_pages_used, stats.window_pages_cached = window.num_in_use, window.num_cached
+            stats.window_pages_free = window.num_free
+        stats.preemptions = self.scheduler.num_preemptions
+        stats.evicted_pages = sum(pool.num_evictions for pool in self.blocks.pools)
 
 
 def _known_ids(row: ScheduledRow) -> list[int]:
@@ -381,12 +382,7 @@ def _known_ids(row: ScheduledRow) -> list[int]:
 def _executor_row(row: ScheduledRow, num_known: int) -> Row:
     sequence, start = row.sequence, row.sequence.num_computed
     token_ids = [*sequence.token_ids[start : start + row.num_tokens], *row.draft_ids]
-    return Row(
-        token_ids=np.array(token_ids, np.int64),  # type: ignore[arg-type]
-        past_length=start,
-        page_ids=sequence.page_ids,
-        num_logits=num_known + (1 + len(row.draft_ids) if row.is_last_chunk else 0),
-    )
+    return make_row(sequence, token_ids, start, num_known + (1 + len(row.draft_ids) if row.is_last_chunk else 0))
 
 
 def _contexts(row: ScheduledRow) -> list[list[int]]:

@@ -6,7 +6,7 @@ A wrong or missing field is an EngineError that names it; nothing is guessed.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -126,6 +126,7 @@ class EngineManifest(_Strict):
     precision: Precision
     limits: Limits
     graphs: dict[GraphName, str] = {}  # of onnxruntime: file names
+    window_table: bool = False  # layers with a window have a page table of their own, beside that of the others
     plan: Plan | None = None  # of tensorrt and tensorrt-rtx
     files: dict[str, str]  # every file of the engine: name -> sha256
     source: Source
@@ -138,6 +139,8 @@ class EngineManifest(_Strict):
             raise ValueError(f"runtime {self.runtime!r} {'needs' if self.plan is None else 'has no'} plan")
         if self.runtime == "onnxruntime" and not self.graphs:
             raise ValueError("runtime 'onnxruntime' needs graphs")
+        if self.window_table and len(layers_by_table(self.model.layer_windows)) == 1:
+            raise ValueError("window_table needs layers with a window and layers without")
         return self
 
     @property
@@ -148,13 +151,30 @@ class EngineManifest(_Strict):
         return self.model.head_dim * BYTES[self.precision.kv_cache]
 
     @property
+    def layer_groups(self) -> tuple[tuple[int, ...], ...]:
+        """Layers by the page table that they read, in the order in which the graph returns their new keys and values."""
+        return layers_by_table(self.model.layer_windows) if self.window_table else (tuple(range(self.model.num_layers)),)
+
+    @property
     def page_bytes(self) -> int:
         """Bytes of one KV page: keys and values of every layer."""
-        return 2 * self.model.num_layers * self.model.num_kv_heads * self.limits.page_size * self.head_bytes
+        return self.model.num_layers * self.layer_page_bytes
+
+    @property
+    def layer_page_bytes(self) -> int:
+        """Bytes of one layer's part of a page."""
+        return 2 * self.model.num_kv_heads * self.limits.page_size * self.head_bytes
 
     def with_kv_cache(self, name: CacheName) -> EngineManifest:
         """The same engine with other pages."""
         return self.model_copy(update={"precision": self.precision.model_copy(update={"kv_cache": name})})
+
+
+def layers_by_table(windows: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """Layers that read the same page table: all or, where some have no window (0) and some have one, the two apart."""
+    without = tuple(i for i, window in enumerate(windows) if not window)
+    with_window = tuple(i for i, window in enumerate(windows) if window)
+    return tuple(layers for layers in (without, with_window) if layers)
 
 
 def quantized_head_bytes(head_dim: int) -> int:

@@ -26,6 +26,7 @@ GAUGES = {
     "llm_running_sequences": "Sequences that generate now",
     "llm_waiting_sequences": "Sequences inside the model that wait to start or were preempted; Triton's own queue is not in it",
     "llm_kv_pages": "Pages of the KV cache by state: used, cached (kept for prompts that start the same), free",
+    "llm_kv_window_pages": "Of layers with a window, where they have pages of their own: as llm_kv_pages",
 }
 COUNTERS = {
     "llm_prompt_tokens": "Prompt tokens of requests that started",
@@ -84,6 +85,9 @@ class Stats:
     pages_used: int = 0
     pages_cached: int = 0
     pages_free: int = 0
+    window_pages_used: int = 0
+    window_pages_cached: int = 0
+    window_pages_free: int = 0
     prompt_tokens: int = 0
     prefix_hit_tokens: int = 0
     generated_tokens: int = 0
@@ -112,6 +116,9 @@ def gauge_values(stats: Stats) -> dict[Series, float]:
         ("llm_kv_pages", "state=used"): stats.pages_used,
         ("llm_kv_pages", "state=cached"): stats.pages_cached,
         ("llm_kv_pages", "state=free"): stats.pages_free,
+        ("llm_kv_window_pages", "state=used"): stats.window_pages_used,
+        ("llm_kv_window_pages", "state=cached"): stats.window_pages_cached,
+        ("llm_kv_window_pages", "state=free"): stats.window_pages_free,
     }
 
 

@@ -2,8 +2,9 @@
 
 Decode tokens go first, one a running sequence; then prompt chunks, first come first served, under a token budget that is
 smaller while others decode, so that a long prompt holds up running streams by at most one chunk. A sequence gets pages for
-its whole prompt when it starts, and one more page each time its output fills one. When none is left the newest running
-sequence gives up its pages and waits, ahead of all later arrivals, to be computed again.
+its whole prompt when it starts (of layers with a window, for a chunk at a time), and one more page each time its output fills
+one. When none is left the newest running sequence gives up its pages and waits, ahead of all later arrivals, to be computed
+again.
 
 No clock, thread or device: `now` is an argument, and `schedule` only decides.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import bisect
 import heapq
+import sys
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -61,9 +63,9 @@ class Scheduler:
         prefill_chunk_tokens: int,
         max_context: int | None = None,
     ) -> None:
-        """`max_context`: tokens that a sequence can have; None: as many as the pool."""
+        """`max_context`: tokens that a sequence can have; None: as many as the pool has room for."""
         self.blocks = blocks
-        self._max_context = max_context or blocks.num_pages * blocks.page_size
+        self._max_context = min(limit for limit in (max_context, blocks.max_context(), sys.maxsize) if limit is not None)
         self._max_sequences = max_sequences
         self._max_step_tokens = max_step_tokens
         self._prefill_chunk_tokens = prefill_chunk_tokens
@@ -113,14 +115,16 @@ class Scheduler:
         self.advance(row.sequence, row.num_tokens)
 
     def advance(self, sequence: Sequence, num_tokens: int) -> None:
-        """So many more of its tokens are computed."""
+        """So many more of its tokens are computed: full pages are known from now on, and what fell out of a window is free."""
         sequence.num_computed += num_tokens
         page_size = self.blocks.page_size
         while (len(sequence.entries) + 1) * page_size <= sequence.num_computed:
             index = len(sequence.entries)
             parent = sequence.entries[-1] if index else self.blocks.root(sequence.request.cache_salt)
             page_tokens = sequence.token_ids[index * page_size : (index + 1) * page_size]
-            sequence.entries.append(self.blocks.register(sequence.page_ids[index], parent, page_tokens))
+            page_ids = [pages[index] for pages in sequence.page_ids]
+            sequence.entries.append(self.blocks.register(page_ids, parent, page_tokens))
+        self.blocks.slide(sequence.page_ids, sequence.num_computed)
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
         """Take a waiting or running sequence out; its pages are free, or cached, at once."""
@@ -139,9 +143,7 @@ class Scheduler:
             spare -= self._prefill_chunk_tokens
         growing: list[Sequence] = []
         for sequence in list(self.running):
-            if sequence.state is not State.RUNNING or sequence.num_uncomputed != 1:
-                continue
-            if self._grow(sequence):
+            if sequence.state is State.RUNNING and self._grow(sequence) and sequence.num_uncomputed == 1:
                 growing.append(sequence)
         for sequence in growing:  # afterwards, so that no page goes to a guess that a token needs
             draft = self._draft(sequence, spare)
@@ -156,37 +158,37 @@ class Scheduler:
         length = len(sequence.token_ids)
         left = sequence.request.sampling.max_tokens - sequence.num_output - 1
         count = max(0, min(len(draft), spare, left, self._max_context - length - 1))
-        missing = self.blocks.pages_for(length + count) - len(sequence.page_ids)
-        if missing > 0 and not self.num_waiting:
-            sequence.page_ids += self.blocks.allocate(min(missing, self.blocks.num_available))
-        count = min(count, len(sequence.page_ids) * self.blocks.page_size - length)
+        if self.num_waiting:  # they need the pages more
+            count = min(count, min(map(len, sequence.page_ids)) * self.blocks.page_size - length)
+        else:
+            count = self.blocks.grow_as_far(sequence.page_ids, length + count) - length
         return tuple(draft[:count])
 
     def _grow(self, sequence: Sequence) -> bool:
-        """A page for the sequence's next token; preempts the newest, at last itself (then False)."""
-        if self.blocks.pages_for(len(sequence.token_ids)) <= len(sequence.page_ids):
+        """Pages for the sequence's next token; preempts the newest, at last itself (then False)."""
+        num_tokens = sequence.num_computed + 1
+        if self.blocks.grow(sequence.page_ids, num_tokens):
             return True
-        if self.blocks.num_available == 0:
-            self._take_back_pages_of_guesses()
-        while self.blocks.num_available == 0:
+        self._take_back_pages_of_guesses()
+        while not self.blocks.grow(sequence.page_ids, num_tokens):
             victim = self.running[-1]
             self._preempt(victim)
             if victim is sequence:
                 return False
-        sequence.page_ids += self.blocks.allocate(1)
         return True
 
     def _take_back_pages_of_guesses(self) -> None:
         """What sequences hold beyond their own tokens, for guesses that were wrong."""
         for sequence in self.running:
-            needed = self.blocks.pages_for(len(sequence.token_ids))
-            self.blocks.release(sequence.page_ids[needed:])
-            del sequence.page_ids[needed:]
+            self.blocks.shrink(sequence.page_ids, len(sequence.token_ids))
 
     def _plan_prefill(self, plan: StepPlan, sequence: Sequence, budget: int) -> int:
         num_tokens = min(sequence.num_uncomputed, budget)
         if sequence.wants_prompt_logprobs:
             num_tokens = min(num_tokens, plan.prompt_logits_left)
+        computed = sequence.num_computed
+        num_tokens = self.blocks.grow_as_far(sequence.page_ids, computed + num_tokens) - computed
+        if sequence.wants_prompt_logprobs:
             plan.prompt_logits_left -= num_tokens
         plan.prefill.append(ScheduledRow(sequence, num_tokens))
         return num_tokens
@@ -204,16 +206,14 @@ class Scheduler:
         # What the cache holds has no logits any more.
         wants_logits = sequence.wants_prompt_logprobs
         entries = [] if wants_logits else self.blocks.match(sequence.token_ids, sequence.request.cache_salt)
-        self.blocks.acquire([entry.page_id for entry in entries])
-        missing = self.blocks.pages_for(len(sequence.token_ids)) - len(entries)
-        if missing > self.blocks.num_available:
-            self.blocks.release([entry.page_id for entry in entries])
+        page_ids = self.blocks.start(entries, len(sequence.token_ids))
+        if page_ids is None:
             return None
         self._waiting.popleft()
         self.num_waiting -= 1
         sequence.state = State.RUNNING
         sequence.entries = entries
-        sequence.page_ids = [entry.page_id for entry in entries] + self.blocks.allocate(missing)
+        sequence.page_ids = page_ids
         sequence.num_computed = len(entries) * self.blocks.page_size
         if sequence.num_cached is None:
             sequence.num_cached = sequence.num_computed

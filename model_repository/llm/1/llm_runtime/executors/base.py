@@ -12,6 +12,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from llm_runtime.page_pool import PageGroup
 from llm_runtime.sampler import Choice, SamplerState, choose
 
 
@@ -20,7 +21,8 @@ class Row:
     """One sequence's share of a step: `token_ids` to run after `past_length` tokens already in pages.
 
     `page_ids` are the sequence's pages in order, enough for `past_length + len(token_ids)` tokens;
-    token t of the sequence lives in page_ids[t // page_size] at slot t % page_size.
+    token t of the sequence lives in page_ids[t // page_size] at slot t % page_size. Where layers with a window have pages of
+    their own, those are in `window_page_ids`; None: they are the same. A page that is gone (-1) is out of the window.
     `num_logits` last tokens of the row have their logits returned (0 for a prompt chunk that is not the last).
     """
 
@@ -28,12 +30,13 @@ class Row:
     past_length: int
     page_ids: Sequence[int]
     num_logits: int = 1
+    window_page_ids: Sequence[int] | None = None
 
 
 class Executor(Protocol):
     """Runs rows of any mix of prompt chunks and single decode tokens in one step."""
 
-    num_pages: int
+    page_groups: tuple[PageGroup, ...]  # one, or that of all other layers and that of those with a window
     page_size: int
     vocab_size: int
     description: str  # what runs the engine, for the log
@@ -53,10 +56,6 @@ class Executor(Protocol):
         states, token_ids: for each row of logits, the state of its sampler and the tokens before the one to choose. Chooses
         what sampler.choose chooses from the logits, wherever it is done: a device need not hand them over.
         """
-        ...
-
-    def copy_page(self, source: int, target: int) -> None:
-        """Copy one page of every layer (copy on write)."""
         ...
 
     def close(self) -> None:

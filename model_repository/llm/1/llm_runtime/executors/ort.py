@@ -1,8 +1,9 @@
 """Runs an engine with ONNX Runtime on the CPU.
 
-The KV pool is one array [layers, 2, pages, page_size, kv_heads, head_dim] of float32 or, where heads are quantized, of bytes,
-a head's scales and its values. Each layer's keys and values are bound once to the session as views of it, so a step moves no
-cache. The graph returns the new keys and values of all layers in one tensor, written into the pool by one indexed assignment.
+The KV pool of a group of layers is one array [layers, 2, pages, page_size, kv_heads, head_dim] of float32 or, where heads are
+quantized, of bytes, a head's scales and its values. Each layer's keys and values are bound once to the session as views of it,
+so a step moves no cache. The graph returns the new keys and values of all layers in one tensor, group after group, each written
+into its pool by one indexed assignment.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from llm_runtime.errors import EngineError
 from llm_runtime.executors.base import Row, SamplesOnHost
 from llm_runtime.manifest import EngineManifest
 from llm_runtime.native import build as native
+from llm_runtime.page_pool import PageGroup
 
 log = logging.getLogger(__name__)
 FLOAT = np.dtype(np.float32)
@@ -39,9 +41,10 @@ class OrtOptions:
 class OrtExecutor(SamplesOnHost):
     """See executors.base.Executor."""
 
-    def __init__(self, folder: Path, manifest: EngineManifest, num_pages: int, options: OrtOptions) -> None:
+    def __init__(self, folder: Path, manifest: EngineManifest, page_groups: Sequence[PageGroup], options: OrtOptions) -> None:
+        """page_groups: one that all layers share, or where the engine has two page tables, one for each."""
         model = manifest.model
-        self.num_pages = num_pages
+        self.page_groups = tuple(page_groups)
         self.page_size = manifest.limits.page_size
         self.vocab_size = model.vocab_size
         cache = manifest.precision.kv_cache
@@ -56,26 +59,26 @@ class OrtExecutor(SamplesOnHost):
         self._page_type = FLOAT if cache == "fp32" else np.dtype(np.uint8)
         self._kv_shape = (model.num_kv_heads, manifest.head_bytes // self._page_type.itemsize)
         self._num_layers = model.num_layers
-        self._pool = np.zeros((model.num_layers, 2, num_pages, self.page_size, *self._kv_shape), self._page_type)
-        self._slots = self._pool.reshape(model.num_layers, 2, num_pages * self.page_size, *self._kv_shape)
+        self._window_table = manifest.window_table
+        self._slots: list[NDArray] = []  # of each group of layers, [layers, 2, slots, ...]
         self._binding = self._session.io_binding()
-        for layer in range(model.num_layers):
-            for index, name in enumerate(("key_pages", "value_pages")):
-                pages = ort.OrtValue.ortvalue_from_numpy(self._pool[layer, index])
-                self._binding.bind_ortvalue_input(f"{name}.{layer}", pages)
+        for index, layers in enumerate(manifest.layer_groups):
+            num_pages = self.page_groups[min(index, len(self.page_groups) - 1)].num_pages
+            pool = np.zeros((len(layers), 2, num_pages, self.page_size, *self._kv_shape), self._page_type)
+            self._slots.append(pool.reshape(len(layers), 2, num_pages * self.page_size, *self._kv_shape))
+            for layer, (keys, values) in zip(layers, pool, strict=True):
+                for name, pages in (("key_pages", keys), ("value_pages", values)):
+                    self._binding.bind_ortvalue_input(f"{name}.{layer}", ort.OrtValue.ortvalue_from_numpy(pages))
         self._logits = np.empty(0, FLOAT)
         self._new = np.empty(0, self._page_type)
 
     def execute(self, rows: Sequence[Row]) -> NDArray[np.float32]:
         if self.attention == "fused":
-            return self._run(make_batch(rows, self.page_size, rectangular=False))
+            return self._run(make_batch(rows, self.page_size, rectangular=False, window_table=self._window_table))
         return self._execute_in_groups(rows)
 
-    def copy_page(self, source: int, target: int) -> None:
-        self._pool[:, :, target] = self._pool[:, :, source]
-
     def close(self) -> None:
-        del self._binding, self._session, self._pool, self._slots
+        del self._binding, self._session, self._slots
 
     def _execute_in_groups(self, rows: Sequence[Row]) -> NDArray[np.float32]:
         """Standard attention pads rows to the longest, so rows of one token run together and longer ones alone."""
@@ -83,7 +86,8 @@ class OrtExecutor(SamplesOnHost):
         groups = [[i] for i, row in enumerate(rows) if len(row.token_ids) > 1] + ([single] if single else [])
         parts: dict[int, NDArray[np.float32]] = {}
         for group in groups:
-            logits = self._run(make_batch([rows[i] for i in group], self.page_size, rectangular=True)).copy()
+            batch = make_batch([rows[i] for i in group], self.page_size, rectangular=True, window_table=self._window_table)
+            logits = self._run(batch).copy()
             ends = np.cumsum([rows[i].num_logits for i in group])
             parts |= dict(zip(group, np.split(logits, ends[:-1]), strict=True))
         return np.concatenate([parts[i] for i in range(len(rows))])
@@ -107,7 +111,10 @@ class OrtExecutor(SamplesOnHost):
             # Its masked slots count 0 times what is in them, and 0 times NaN is NaN: a sequence that left the range of float32
             # would spoil the next ones on its pages.
             np.nan_to_num(new, copy=False, nan=0, posinf=0, neginf=0)
-        self._slots[:, :, batch.slots] = new
+        first = 0
+        for pool, slots in zip(self._slots, (batch.slots, batch.window_slots), strict=False):
+            pool[:, :, slots] = new[first : first + len(pool)]
+            first += len(pool)
         return logits
 
 

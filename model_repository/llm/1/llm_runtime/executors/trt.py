@@ -13,6 +13,7 @@ Addresses never change, so a CUDA graph of a call stays valid. Nothing but the c
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -36,6 +37,7 @@ from llm_runtime.executors.trt_bindings import (
 )
 from llm_runtime.executors.trt_engine import TrtOptions, TrtRunner
 from llm_runtime.manifest import BYTES, EngineManifest
+from llm_runtime.page_pool import PageGroup
 from llm_runtime.sampler import Choice, SamplerState
 
 # Keys and values are moved as bits, whatever they stand for.
@@ -64,25 +66,29 @@ class Runner(Protocol):
 
 
 def open_tensorrt(
-    folder: Path, manifest: EngineManifest, options: TrtOptions, choose_num_pages: Callable[[GpuMemory], int]
+    folder: Path, manifest: EngineManifest, options: TrtOptions, choose_page_groups: Callable[[GpuMemory], Sequence[PageGroup]]
 ) -> TrtExecutor:
-    """choose_num_pages: from the memory that is left once the engine is loaded.
+    """choose_page_groups: from the memory that is left once the engine is loaded.
 
     Raises EngineError where the engine cannot be run here.
     """
     runner = TrtRunner(folder, manifest, options)
     free, _ = torch.cuda.mem_get_info()
-    num_pages = choose_num_pages(GpuMemory(free, beside_pool_bytes(manifest)))
-    return TrtExecutor(manifest, num_pages, runner, torch.device("cuda"))
+    page_groups = choose_page_groups(GpuMemory(free, beside_pool_bytes(manifest)))
+    return TrtExecutor(manifest, page_groups, runner, torch.device("cuda"))
 
 
 class TrtExecutor:
-    """See executors.base.Executor. The pool has one page more than `num_pages`: the scratch page, which padding uses."""
+    """See executors.base.Executor. All layers share one group of pages, and the pool has one page more: the scratch
+    page, which padding uses."""
 
-    def __init__(self, manifest: EngineManifest, num_pages: int, runner: Runner, device: torch.device) -> None:
+    def __init__(
+        self, manifest: EngineManifest, page_groups: Sequence[PageGroup], runner: Runner, device: torch.device
+    ) -> None:
         assert manifest.plan is not None
         model, self._plan = manifest.model, manifest.plan
-        self.num_pages = num_pages
+        (group,) = self.page_groups = tuple(page_groups)
+        num_pages = self._scratch_page = group.num_pages
         self.page_size = manifest.limits.page_size
         self.vocab_size = model.vocab_size
         self.description = runner.description
@@ -100,13 +106,13 @@ class TrtExecutor:
             self._logits = torch.zeros(max(s["L"] for s in sizes), self.vocab_size, device=device)
             most_new = self._num_parts * max(s["T"] for s in sizes) * self._token_size
             self._new = torch.zeros(most_new, dtype=bits, device=device)
-            # Keys of layer 0, its values, keys of layer 1, ...: each at an aligned address.
+            # Keys of a layer, its values, keys of the next, ...: each at an aligned address.
             num_slots = (num_pages + 1) * self.page_size
             stride = -(-num_slots * self._token_size // ALIGNMENT) * ALIGNMENT
             pool = torch.zeros(self._num_parts, stride, dtype=bits, device=device)[:, : num_slots * self._token_size]
             self._slots = pool.unflatten(1, (num_slots, self._token_size))
             self._pages = pool.unflatten(1, (num_pages + 1, self.page_size * self._token_size))
-            runner.bind(self._addresses(), num_pages + 1)
+            runner.bind(self._addresses(manifest), num_pages + 1)
 
     def execute(self, rows: Sequence[Row]) -> NDArray[np.float32]:
         with self._current():
@@ -115,10 +121,6 @@ class TrtExecutor:
     def sample(self, rows: Sequence[Row], states: Sequence[SamplerState], token_ids: Sequence[Sequence[int]]) -> list[Choice]:
         with self._current():
             return torch_sampler.choose(self._run(rows), states, token_ids)
-
-    def copy_page(self, source: int, target: int) -> None:
-        with self._current():
-            self._pages[:, target] = self._pages[:, source]
 
     def close(self) -> None:
         self._runner.close()
@@ -129,19 +131,22 @@ class TrtExecutor:
     def _current(self) -> contextlib.AbstractContextManager:
         return torch.cuda.stream(self._stream) if self._stream else contextlib.nullcontext()
 
-    def _addresses(self) -> dict[str, int]:
+    def _addresses(self, manifest: EngineManifest) -> dict[str, int]:
         addresses = {"logits": self._logits.data_ptr(), "new_keys_values": self._new.data_ptr()}
         for name, offset in self._layout.offsets.items():
             if name != "slots":
                 addresses[name] = self._inputs.data_ptr() + offset
-        for part in range(self._num_parts):
-            addresses[f"{('key', 'value')[part % 2]}_pages.{part // 2}"] = self._pages[part].data_ptr()
+        if manifest.window_table:
+            addresses["window_page_table"] = addresses["page_table"]
+        layers = itertools.chain.from_iterable(manifest.layer_groups)
+        for name, pages in zip((f"{part}_pages.{i}" for i in layers for part in ("key", "value")), self._pages, strict=True):
+            addresses[name] = pages.data_ptr()
         return addresses
 
     def _run(self, rows: Sequence[Row]) -> torch.Tensor:
         """Logits [sum(row.num_logits), vocab] on the device, until the next step."""
         gathered = torch.empty(0, self.vocab_size, device=self._device)
-        calls = make_calls(rows, self._plan, self.page_size, self.num_pages)
+        calls = make_calls(rows, self._plan, self.page_size, self._scratch_page)
         call, index = next(calls, None), 0
         while call is not None:
             self._run_call(index, call)

@@ -70,6 +70,7 @@ def io_table(manifest: EngineManifest) -> tuple[TensorSpec, ...]:
     new = (model.num_layers, 2, "T", model.num_kv_heads, model.head_dim)
     return (
         *(TensorSpec(name, True, dtype, axes) for name, dtype, axes in STEP_INPUTS if name != "slots"),
+        *([TensorSpec("window_page_table", True, "int32", ("B", "P"))] if manifest.window_table else []),
         *(
             TensorSpec(f"{part}_pages.{layer}", True, cache, page)
             for layer in range(model.num_layers)

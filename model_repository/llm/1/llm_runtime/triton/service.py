@@ -27,6 +27,7 @@ from llm_runtime.executors import open_executor
 from llm_runtime.executors.base import Executor
 from llm_runtime.guide import Guides
 from llm_runtime.manifest import EngineManifest, check_files, read_manifest
+from llm_runtime.page_pool import PageGroup
 from llm_runtime.queue_policy import num_warmup_requests, read_queue_policy
 from llm_runtime.request import Limits, ParsedRequest, RequestParser, encode_prompt
 from llm_runtime.triton import codec
@@ -57,8 +58,9 @@ class Service:
             for prefix in self._parameters.pinned_prefixes
         ]
         lengths = [len(token_ids) for token_ids, _ in self._prefixes]
-        num_pinned = check_prefixes(self._parameters, lengths, executor.page_size, executor.num_pages)
-        max_context = longest_context(self._parameters, manifest, executor.num_pages, num_pinned)
+        groups = executor.page_groups
+        pinned = check_prefixes(self._parameters, lengths, executor.page_size, groups)
+        max_context = longest_context(self._parameters, manifest, groups, pinned)
         guides = Guides(folder / "tokenizer.json", manifest.model.vocab_size, manifest.model.eos_token_ids)
         self._parser = RequestParser(self._tokenizer, _limits(self._parameters, manifest, max_context), guides)
         engine_config = _engine_config(self._parameters, manifest, max_context)
@@ -71,10 +73,10 @@ class Service:
         self._sender = StreamSender(on_left=self._worker.cancel)
         self._ids = itertools.count()
         log.info(
-            "%s: %d sequences, %d pages of %d tokens, context %d, on %s",
+            "%s: %d sequences, %s pages of %d tokens, context %d, on %s",
             manifest.name,
             self._parameters.max_sequences,
-            executor.num_pages,
+            " and ".join(f"{group.num_pages}" + f" window {group.window}" * bool(group.window) for group in groups),
             executor.page_size,
             max_context,
             executor.description,
@@ -156,7 +158,7 @@ class Service:
         itself, so the process stays, and only what failed is made anew."""
         self._engine.close()
         # The books are kept for as many pages as there were.
-        self._engine.replace_executors(*self._open_executors(self._engine.executor.num_pages))
+        self._engine.replace_executors(*self._open_executors(self._engine.executor.page_groups))
         self._pin_prefixes()
 
     def _read_draft(self, model_folder: Path) -> tuple[Path, EngineManifest] | None:
@@ -175,14 +177,14 @@ class Service:
             )
         return folder, manifest
 
-    def _open_executors(self, num_pages: int | None = None) -> tuple[Executor, Executor | None]:
+    def _open_executors(self, groups: Sequence[PageGroup] | None = None) -> tuple[Executor, Executor | None]:
         """The engine's, and that of the engine that guesses for it."""
         if self._draft is None:
-            return open_executor(self._folder, self._manifest, self._parameters, num_pages), None
+            return open_executor(self._folder, self._manifest, self._parameters, groups), None
         folder, manifest = self._draft
-        num_pages = num_pages or size_pool(self._parameters, self._manifest, draft=manifest)
-        executor = open_executor(self._folder, self._manifest, self._parameters, num_pages)
-        return executor, open_executor(folder, manifest, self._parameters, num_pages)
+        groups = groups or size_pool(self._parameters, self._manifest, draft=manifest)
+        executor = open_executor(self._folder, self._manifest, self._parameters, groups)
+        return executor, open_executor(folder, manifest, self._parameters, groups)
 
     def _pin_prefixes(self) -> None:
         try:
