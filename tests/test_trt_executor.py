@@ -18,6 +18,7 @@ from llm_runtime.executors.base import Executor, Row
 from llm_runtime.executors.trt import BITS, NOT_FINITE, TrtExecutor
 from llm_runtime.executors.trt_bindings import ALIGNMENT, DECODE, PREFILL, io_table
 from llm_runtime.manifest import BYTES
+from llm_runtime.page_pool import PageGroup
 from llm_runtime.types import GenerationRequest, SamplingParams
 from tests.engines import PAGE_SIZE, load_executor, log_softmax, run_in_chunks
 from tests.manifests import make_manifest, make_plan, with_plan
@@ -130,15 +131,6 @@ def test_bits_of_what_is_not_finite(name, dtype):
     assert found.any()
 
 
-def test_a_copied_page_reads_the_same(shelf):
-    tokens = [int(token) for token in np.random.default_rng(7).integers(3, VOCAB_SIZE, 9)]
-    executor, _ = make_executor(shelf.engine("llama"), PLAN, NUM_PAGES)
-    wanted = run_in_chunks(executor, tokens, [8, 1], [1, 2])[-1]
-    executor.copy_page(1, 5)
-    executor.execute([Row([3] * 8, 0, [1], 0)])
-    np.testing.assert_allclose(log_softmax(executor.execute([Row([tokens[8]], 8, [5, 6], 1)]))[0], wanted, atol=1e-6)
-
-
 def test_a_graph_in_16_bits_runs_on_pages_of_16_bits(shelf, tmp_path, monkeypatch):
     """The graph that TensorRT compiles, which ONNX Runtime can run too, against float32."""
     tokens = [int(token) for token in np.random.default_rng(7).integers(3, VOCAB_SIZE, 61)]
@@ -146,7 +138,9 @@ def test_a_graph_in_16_bits_runs_on_pages_of_16_bits(shelf, tmp_path, monkeypatc
     checkpoint = HfCheckpoint(shelf.checkpoint("llama"))
     manifest = write_graph_for_tensorrt(checkpoint, tmp_path / "engine", "fp16", PLAN, monkeypatch)
     assert manifest.precision.kv_cache == "fp16"
-    executor = TrtExecutor(manifest, NUM_PAGES, OrtRunner(tmp_path / "engine" / "graph.onnx", manifest), torch.device("cpu"))
+    executor = TrtExecutor(
+        manifest, [PageGroup(NUM_PAGES)], OrtRunner(tmp_path / "engine" / "graph.onnx", manifest), torch.device("cpu")
+    )
     wanted = run_in_chunks(load_executor(shelf.engine("llama"), attention="standard"), tokens, [61], pages)
     got = run_in_chunks(executor, tokens, [20, 1, 1, 1, 30, 8], pages)
     assert 1e-5 < np.abs(got - wanted).mean() < 0.02
@@ -157,7 +151,7 @@ def test_a_graph_in_16_bits_runs_on_pages_of_16_bits(shelf, tmp_path, monkeypatc
 def test_every_layers_pages_have_aligned_memory_of_their_own(kv_cache, page_size, head_dim):
     manifest = with_plan(make_manifest(num_layers=3, page_size=page_size, head_dim=head_dim), PLAN, kv_cache=kv_cache)
     bound = Bound()
-    TrtExecutor(manifest, 7, bound, torch.device("cpu"))
+    TrtExecutor(manifest, [PageGroup(7)], bound, torch.device("cpu"))
     starts = sorted(address for name, address in bound.addresses.items() if "_pages." in name)
     size = (7 + 1) * page_size * 2 * head_dim * BYTES[kv_cache]
     assert len(starts) == 6

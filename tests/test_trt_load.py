@@ -218,7 +218,8 @@ class TestMemory:
     GPU = GpuMemory(free=1000 << 20, beside_pool=300 << 20)
 
     def size(self, gpu: GpuMemory = GPU, **parameters: Any) -> int:
-        return size_pool(Parameters(engine_dir="x", **parameters), self.MANIFEST, gpu)
+        (group,) = size_pool(Parameters(engine_dir="x", **parameters), self.MANIFEST, gpu)
+        return group.num_pages
 
     def test_the_scratch_page_is_one_of_those_paid_for(self):
         assert self.MANIFEST.page_bytes == 8 << 10
